@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_plan.whatif.placement import PlacementStudy
 
 app = typer.Typer()
-EVERY, WINDOW, THRESHOLD = (20, 100), 5, (0.05,)
+EVERY, WINDOW, THRESHOLD, LIMITS = (20, 100), 5, (0.05,), (1.125,)
 """Settings that are replayed by default."""
 DECISIONS = 10
 """Number of decisions of a layer in the text; the JSON has all."""
@@ -39,6 +39,10 @@ def place(
         list[float] | None,
         typer.Option(min=0, max=0.99, help="Minimum share of the busiest rank's rows to save; repeatable. [0.05]"),
     ] = None,
+    balance: Annotated[
+        list[float] | None,
+        typer.Option(min=1, max=1 << 20, help="Rows of a rank over the mean up to which to lend; repeatable. [1.125]"),
+    ] = None,
     json_out: JsonOut = None,
 ) -> None:
     """Show expert loads and placement decisions of a run by layer, and replay its loads with other settings."""
@@ -50,7 +54,8 @@ def place(
         for steps in every or EVERY
         for last, share in product(window or (min(WINDOW, steps),), threshold or THRESHOLD)
     ]
-    study = analysis.study(run, list(dict.fromkeys(chosen)), ranks)
+    limits = list(dict.fromkeys(balance or LIMITS))
+    study = analysis.study(run, list(dict.fromkeys(chosen)), ranks, limits)
     report.write_json(study.to_json(), json_out)
     report.show(_tables(study), json_out)
 
@@ -73,7 +78,14 @@ def _tables(study: PlacementStudy) -> list[Table]:
     replays = Table(title=f"replays, {costs} the cost of switches", title_justify="left")
     for name in ("layer", "every", "window", "threshold", "ratio", "switches", "last decision"):
         replays.add_column(name, justify="left" if name in ("layer", "last decision") else "right")
+    lending = Table(title="experts lent in each step (placement.balance)", title_justify="left")
+    for name in ("layer", "limit", "before", "ratio", "copies a step", "MB a step", "saved ms"):
+        lending.add_column(name, justify="left" if name == "layer" else "right")
     for layer in study.layers:
+        for limit, lent in zip(study.limits, layer.lending, strict=True):
+            sent = "-" if study.copy_bytes is None else f"{lent.copies * study.copy_bytes / 1e6:.2f}"
+            figures = (f"{limit:g}", f"{lent.before:.3f}", f"{lent.ratio:.3f}", f"{lent.copies:.1f}", sent)
+            lending.add_row(layer.layer, *figures, f"{lent.saved_s * 1e3:.3g}")
         ratios = (layer.hottest, layer.fixed, layer.realised, layer.best)
         texts = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
         layers.add_row(layer.layer, str(len(layer.steps)), *texts)
@@ -87,4 +99,4 @@ def _tables(study: PlacementStudy) -> list[Table]:
             )
             numbers = (str(replay.every), str(replay.window), f"{replay.threshold:g}")
             replays.add_row(layer.layer, *numbers, f"{result.ratio:.3f}", str(result.switches), reason)
-    return [layers, *([decisions] if decisions.row_count else []), replays]
+    return [layers, *([decisions] if decisions.row_count else []), replays, lending]

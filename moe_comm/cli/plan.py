@@ -17,7 +17,6 @@ from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import ScheduleName
-from moe_comm.topology.rebalance import PlacementKind
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -38,6 +37,7 @@ MOST, LONGEST = 1 << 20, 1 << 30
 
 Dtype = Literal["bf16", "fp8", "fp32"]
 Overlap = Literal["none", "outer", "inter", "all"]
+LoadPlacement = Literal["fixed", "relocate", "balance"]
 AnyDispatcher = Literal["auto", "all_to_all", "all_gather", "hierarchical"]
 
 
@@ -82,7 +82,7 @@ def plan(
         Path | None, _option("Use the expert loads of a run instead of an imbalance.", "RUN", by="--imbalance")
     ] = None,
     placement: Annotated[
-        PlacementKind | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
+        LoadPlacement | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
     ] = None,
     lengths: Annotated[
         str | None,
@@ -240,25 +240,30 @@ def plan(
     if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
         raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
 
+    from moe_plan.model.lending import Lending
     from moe_plan.model.load import Workload
     from moe_plan.search.request import PlanRequest
     from moe_plan.search.space import PartialMapping
 
     workload = Workload.assumed(seq_len, dtype, capacity_factor, imbalance)
-    if loads is not None:
-        workload = replace(workload, imbalance=1.0, loads=recorded_loads(loads, placement, imbalance))
-    elif placement is not None:
+    if loads is not None and imbalance is not None:
+        raise ConfigError("--loads replaces --imbalance; pass one of them")
+    if loads is None and placement is not None:
         raise ConfigError("--placement needs the expert loads of a run: --loads RUN")
     if lengths is not None:
         workload = replace(workload, lengths=document_lengths(lengths, seq_len, global_batch))
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
+    cluster = _cluster(hardware, hardware_file, gpus, host_size)
+    if loads is not None:
+        recorded = recorded_loads(loads, placement, Lending.of(shape, cluster, dtype))
+        workload = replace(workload, imbalance=1.0, loads=recorded)
     budgets = {"--offload-budget": offload_budget, "--offload-activations": offload_activations}
     policy = memory_policy(budgets, offload_weights, offload_rate)
     offloads: dict[str, object] = budgets | {"--offload-weights": offload_weights}
     if any(offloads.values()) and placement not in (None, "fixed"):
         option = next(name for name, value in offloads.items() if value)
         raise ConfigError(f"{option} needs --placement fixed: experts with stored state cannot move")
-    request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch, policy)
+    request = PlanRequest(shape, cluster, workload, global_batch, policy)
     settings = {
         "micro_batch": micro_batch,
         "recompute": recompute,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from moe_comm.cli.options import load
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.untrusted import byte_count
-from moe_comm.topology.rebalance import PlacementKind
 
 if TYPE_CHECKING:
+    from moe_plan.model.lending import Lending
     from moe_plan.model.lengths import DocumentLengths
-    from moe_plan.model.load import ExpertLoads
+    from moe_plan.model.load import ExpertLoads, LoadPlacement
     from moe_plan.model.memory import MemoryPolicy
 
 OFFLOAD_RATE = 1.0
@@ -40,14 +40,12 @@ def memory_policy(budgets: dict[str, str | None], weights: bool, rate: float | N
     return MemoryPolicy(offload=sizes[0], activations=sizes[1], weights=weights, offload_rate=rate * 1e9)
 
 
-def recorded_loads(run: Path, placement: PlacementKind | None, imbalance: float | None) -> ExpertLoads:
-    """Return the recorded loads of a run with a placement."""
+def recorded_loads(run: Path, placement: LoadPlacement | None, lending: Lending) -> ExpertLoads:
+    """Return the recorded loads of a run with a placement. lending: its costs."""
     from moe_plan.model.load import ExpertLoads
     from moe_plan.whatif.placement import read_loads, real_experts
 
-    if imbalance is not None:
-        raise ConfigError("--loads replaces --imbalance; pass one of them")
-    return ExpertLoads.of(read_loads(run), placement or "fixed", real_experts(run))
+    return ExpertLoads.of(read_loads(run), placement or "fixed", real_experts(run), lending)
 
 
 def document_lengths(text: str, seq_len: int, global_batch: int) -> DocumentLengths:

@@ -267,7 +267,8 @@ class _ParameterStorage:
         self.optimizer = config.optimizer
         self.micro_batches = config.data.micro_batches
         self.pipeline = mapping.pp > 1
-        # For experts that are lent to a rank.
+        # For experts that are lent to a rank. Ranks read the weights of others in shared memory, but not fp8 copies.
+        self.in_place = config.parallel.backend == "shared_memory" and config.model.expert_gemm_dtype != "fp8"
         self.slots = config.placement.first(config.model.experts, mapping.ep).slots or 0 if config.model.experts else 0
         self.budget = config.offload.limit
 
@@ -287,7 +288,7 @@ class _ParameterStorage:
                 gradients = 0 if in_expert in counted else homes + self.slots  # those of one layer: a call returns them
                 counted.add(in_expert)
                 size = math.prod(expert)
-                weights = self.itemsize * self.slots * size
+                weights = 0 if self.in_place else self.itemsize * self.slots * size
                 resident = weights if self.strategy == "fsdp" else 0
                 total += FixedMemory(0, weights, MASTER * gradients * size, resident=resident)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""

@@ -141,7 +141,12 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         sections["offload"] = offload
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
-        sections["placement"] = {"kind": "relocate", "every": loads.every}
+        if loads.lending is None:
+            sections["placement"] = {"kind": "relocate", "every": loads.every}
+        else:
+            balance = loads.lending.balance(mapping.parallel.ep)
+            names = ("rows", "flops", "bytes_per_s")
+            sections["placement.balance"] = {name: getattr(balance, name) for name in names}
     step, fit = candidate.step, candidate.fit
     comments = [
         f"{request.shape.name} on {mapping.parallel.world} {request.cluster.accelerator.name}, {mapping}.",

@@ -9,15 +9,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from statistics import fmean
+from typing import Literal, Self, get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import KINDS, Decision, DecisionSettings, Moves, PlacementKind, decide, replayed_ratio
+from moe_comm.topology.rebalance import Decision, DecisionSettings, Moves, decide, replayed_ratio
 from moe_plan.machine.hardware import BYTES, item_bytes
+from moe_plan.model.lending import Lending, replay_lending
 from moe_plan.model.lengths import DocumentLengths
 
+LoadPlacement = Literal["fixed", "relocate", "balance"]
 LAYERS, STEPS = 8, 10
 """Number of layers, evenly spaced, and of last steps that are evaluated."""
 
@@ -27,18 +30,21 @@ class PlacedLoads:
     """The loads on a number of ranks.
 
     Attributes:
-        kind: "fixed" if no layer would switch.
+        kind: "fixed" if no layer would switch, or lend experts.
         before: rows of the busiest rank over the mean with contiguous experts, mean over the layers.
         ratio: the same with the chosen placements.
-        moved: experts that a rank sends or receives in a switch of one layer, mean over the layers.
+        moved: experts that a rank sends or receives in a switch of one layer, or lends or borrows in a step, mean over
+            the layers.
+        copies: lent experts of all ranks in a step of one layer, mean.
         reason: why the first layer switches or does not.
     """
 
-    kind: PlacementKind
+    kind: LoadPlacement
     before: float
     ratio: float
     moved: float
     reason: str
+    copies: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,32 +53,40 @@ class ExpertLoads:
 
     Args:
         layers: for each layer the rows of each expert in each step.
-        kind: "fixed", or "relocate": experts move as ``decide`` chooses.
+        kind: "fixed", or "relocate": experts move as ``decide`` chooses. "balance": in each step, experts are lent with
+            the recorded rows, where that pays, and without resident copies.
         every: steps between switches, over which their bytes are divided.
+        lending: costs, for "balance".
 
     Raises:
         ConfigError: there are no loads, layers have different numbers of experts, or ``kind`` is unknown.
     """
 
     layers: tuple[tuple[Loads, ...], ...]
-    kind: PlacementKind = "fixed"
+    kind: LoadPlacement = "fixed"
     every: int = 100
+    lending: Lending | None = None
 
     def __post_init__(self) -> None:
         sizes = {len(loads_E) for steps in self.layers for loads_E in steps}
         if len(sizes) != 1 or not all(self.layers):
             raise ConfigError(f"loads must be of layers with equal numbers of experts; got {sorted(sizes) or 'none'}")
-        if self.kind not in KINDS:
-            raise ConfigError(f"the placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if self.kind not in get_args(LoadPlacement) or (self.kind == "balance") != (self.lending is not None):
+            kinds = ", ".join(get_args(LoadPlacement))
+            raise ConfigError(f"the placement must be one of {kinds}, balance with costs; got {self.kind!r}")
 
     @classmethod
     def of(
-        cls, loads: Mapping[str, Mapping[int, Loads]], kind: PlacementKind, experts: int | None = None
+        cls,
+        loads: Mapping[str, Mapping[int, Loads]],
+        kind: LoadPlacement,
+        experts: int | None = None,
+        lending: Lending | None = None,
     ) -> ExpertLoads:
         """Return a sample of the recorded loads of a run, of its first ``experts`` experts, by layer and step."""
         chosen = list(loads.values())[:: -(-len(loads) // LAYERS) or 1]
         sample = tuple(tuple(tuple(load[:experts]) for load in list(steps.values())[-STEPS:]) for steps in chosen)
-        return cls(sample, kind)
+        return cls(sample, kind, lending=lending if kind == "balance" else None)
 
     @property
     def experts(self) -> int:
@@ -86,6 +100,8 @@ class ExpertLoads:
 
 @lru_cache(maxsize=1024)
 def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
+    if loads.kind == "balance":
+        return _lent(loads, ranks)
     first = Placement.contiguous(loads.experts, ranks)
     settings = DecisionSettings(every=loads.every)
     before, after, moved, reasons = 0.0, 0.0, 0, []
@@ -99,6 +115,19 @@ def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
             moved += Moves.of(first, decision.placement).busiest
     count = len(loads.layers)
     return PlacedLoads(loads.kind if moved else "fixed", before / count, after / count, moved / count, reasons[0])
+
+
+def _lent(loads: ExpertLoads, ranks: int) -> PlacedLoads:
+    assert loads.lending is not None
+    balance, costs = loads.lending.balance(ranks), loads.lending.costs(ranks)
+    layers = [replay_lending(steps, ranks, balance, costs) for steps in loads.layers]
+    before, ratio, copies, busiest, saved_s = (
+        fmean(getattr(one, name) for one in layers) for name in ("before", "ratio", "copies", "busiest", "saved_s")
+    )
+    reason = (
+        f"a layer lends {copies:.1f} experts in a step, {busiest:.1f} of one rank, and saves {saved_s * 1e3:.3g} ms"
+    )
+    return PlacedLoads("balance" if copies else "fixed", before, ratio, busiest, reason, copies)
 
 
 DROPLESS = 1.29

@@ -24,6 +24,7 @@ from operator import mul
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.lengths.solve import CAPACITY
 from moe_comm.layers.transformer.shape import MASTER, ModelShape
+from moe_comm.topology import ParallelConfig
 from moe_comm.topology.pipeline import plan_stages
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.fixed_memory import (
@@ -145,6 +146,9 @@ def memory(
     sharding = mapping.sharding if parallel.world > 1 or policy.weights else "replicate"
     if policy.weights and sharding != "fsdp":
         raise ConfigError(f"offloaded weights require sharding fsdp; got {sharding}")
+    lends = load.loads is not None and load.loads.placed(parallel.ep).kind == "balance"
+    if lends and sharding == "fsdp":
+        raise ConfigError("lent experts are whole on their ranks, so sharding must be replicate or zero1; got fsdp")
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
     optimizer, momentum = policy.optimizer, policy.momentum
@@ -166,6 +170,7 @@ def memory(
     halfway = split_gradient_bytes(estimate, mapping.fuses or mapping.overlap == "chunks") if split else (0.0, 0.0)
     losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)
+    copy_bytes, gradient_bytes = _lent_bytes(shape, load, parallel) if lends else (0, 0)
     by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
     memories = []
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
@@ -188,8 +193,8 @@ def memory(
             PositionMemory(
                 position,
                 fixed_memory.params,
-                fixed_memory.weights,
-                fixed_memory.gradients,
+                fixed_memory.weights + parts.moe * copy_bytes,
+                fixed_memory.gradients + (gradient_bytes if parts.moe else 0),
                 fixed_memory.optimizer,
                 round(base_activations + tokens * activations - freed),
                 layer_buffers + round(tokens * between_halves),
@@ -198,6 +203,18 @@ def memory(
             )
         )
     return tuple(memories)
+
+
+def _lent_bytes(shape: ModelShape, load: Workload, parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the bytes of slots for copies in each layer, and of the gradients that a call of one layer returns.
+
+    A rank has as many slots as experts. Ranks that read weights in place have none.
+    """
+    assert load.loads is not None and load.loads.lending is not None
+    homes = -(-shape.experts // parallel.ep)
+    elements = homes * shape.parameters("moe")["experts"] // (shape.experts * parallel.etp)
+    in_place = load.loads.lending.in_place(parallel.ep)
+    return 0 if in_place else load.size * elements, 2 * MASTER * elements
 
 
 def peak_saved(

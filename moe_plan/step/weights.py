@@ -42,7 +42,7 @@ class TailCollective(NamedTuple):
     """A collective after the last pass of a pipeline position."""
 
     family: Family
-    kind: Literal["gradients", "weights", "moves"]
+    kind: Literal["gradients", "weights", "moves", "lending"]
     cost: CollectiveCost
 
     @property
@@ -165,7 +165,7 @@ class StageWeights:
         return result
 
     def _placement(self, rank: int) -> list[TailCollective]:
-        """Return the cost of switches of the placement of experts, per step."""
+        """Return the cost of switches of the placement of experts, or of lending them, per step."""
         ep = self.placed.mapping.parallel.ep
         placed = None if self.loads is None or ep == 1 else self.loads.placed(ep)
         if placed is None or placed.kind == "fixed":
@@ -173,9 +173,11 @@ class StageWeights:
         assert self.loads is not None
         expert = self.elements(rank)[1] * ep / self.shape.experts
         moved = placed.moved * expert * moved_bytes("adamw") / self.loads.every
+        if self.loads.lending is not None:
+            moved = placed.moved * expert * self.loads.lending.bytes_of_copy(ep) * self.micro_batches
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.
         cost = self.placed.cluster.all_to_all(moved * ep / (ep - 1), self.placed.spans["ep"])
-        return [TailCollective("expert", "moves", cost)] if moved else []
+        return [TailCollective("expert", "moves" if self.loads.lending is None else "lending", cost)] if moved else []
 
     def host_copies(self, rank: int) -> tuple[float, float]:
         """Return the bytes of offloaded weights and gradients that a rank copies in a step: during passes, and alone.

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.layers.transformer.shape import MASTER, ModelShape
 from moe_comm.observe.records import (
     ATTEMPTS,
     LOADS,
@@ -25,6 +25,7 @@ from moe_comm.observe.records import (
 )
 from moe_comm.runtime.untrusted import parse_toml, read_bounded, table
 from moe_comm.topology.assignment import Loads
+from moe_comm.topology.balance import Balance
 from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import (
@@ -37,6 +38,7 @@ from moe_comm.topology.rebalance import (
 )
 from moe_plan.model.files import MOST
 from moe_plan.model.fixed_memory import Optimizer, moved_bytes
+from moe_plan.model.lending import LendingReplay, replay_lending
 from moe_plan.whatif.run_spans import EXPERTS, WAITS
 from moe_plan.whatif.run_trace import read_run_trace
 
@@ -123,6 +125,7 @@ class LayerPlacement:
         hottest: rows of the busiest expert over the mean of a rank. No placement has a lower ratio.
         decisions: the recorded decisions; for each switch also the realised ratio until the next one.
         replays: the result of each setting.
+        lending: the result of each limit of rows.
     """
 
     layer: str
@@ -133,6 +136,7 @@ class LayerPlacement:
     hottest: float
     decisions: tuple[tuple[PlacementLine, float], ...]
     replays: tuple[PlacementReplay, ...]
+    lending: tuple[LendingReplay, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,8 @@ class PlacementStudy:
 
     Attributes:
         costs: whether seconds are measured; without them, switches cost nothing.
+        limits: limits of the rows of a rank over the mean, with lending.
+        copy_bytes: bytes of a lent expert in a step: weights in forward and backward, and a gradient. None: unknown.
     """
 
     run: str
@@ -148,6 +154,8 @@ class PlacementStudy:
     costs: bool
     settings: tuple[DecisionSettings, ...]
     layers: tuple[LayerPlacement, ...]
+    limits: tuple[float, ...] = ()
+    copy_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain numbers and lists."""
@@ -169,9 +177,13 @@ class PlacementStudy:
                 }
                 for result in one.replays
             ]
+            values["lending"] = [
+                {"rows": limit} | asdict(result) for limit, result in zip(self.limits, one.lending, strict=True)
+            ]
             layers.append(values)
         settings = [asdict(one) for one in self.settings]
-        return {"run": self.run, "ranks": self.ranks, "costs": self.costs, "settings": settings, "layers": layers}
+        head = {"run": self.run, "ranks": self.ranks, "costs": self.costs, "copy_bytes": self.copy_bytes}
+        return {**head, "settings": settings, "layers": layers}
 
 
 def read_loads(run: Path) -> dict[str, dict[int, Loads]]:
@@ -191,7 +203,9 @@ def read_loads(run: Path) -> dict[str, dict[int, Loads]]:
     return {layer: dict(sorted(by_step.items())) for layer, by_step in loads.items()}
 
 
-def study(run: Path, settings: Sequence[DecisionSettings], ranks: int | None = None) -> PlacementStudy:
+def study(
+    run: Path, settings: Sequence[DecisionSettings], ranks: int | None = None, limits: Sequence[float] = ()
+) -> PlacementStudy:
     """Return the placements of a run and the replays of other settings.
 
     Seconds of rows and of moves come from the spans of the run, if it has them. Real experts are the first
@@ -201,6 +215,8 @@ def study(run: Path, settings: Sequence[DecisionSettings], ranks: int | None = N
         run: folder of the run.
         settings: settings to replay; their seconds are replaced by the measured ones.
         ranks: number of expert-parallel ranks; None: that of the run.
+        limits: rows of a rank over the mean up to which to lend experts, on one host. Without the widths of experts,
+            a copy costs nothing.
 
     Raises:
         ConfigError: ``run`` is no run folder, has no loads, or has one expert-parallel rank and ``ranks`` is not given.
@@ -221,13 +237,23 @@ def study(run: Path, settings: Sequence[DecisionSettings], ranks: int | None = N
     if seconds is not None:
         per_row, to_move = seconds
         settings = [replace(one, seconds_per_row=per_row, seconds_to_move=to_move) for one in settings]
-    experts = real_experts(run)
+    experts, config = real_experts(run), _config(run)
+    elements, size = _expert_elements(config), 2 if table(config, "model").get("dtype") == "bfloat16" else 4
+    flops = 6 * elements / seconds[0] if seconds is not None and elements and seconds[0] else None
+    lendings = []
+    for limit in limits:
+        measured = None if flops is None else min(max(flops, 1e6), 1e18)
+        balance = Balance(rows=limit, worth=None if elements else 0, flops=measured)
+        lendings.append((balance, balance.costs(elements or 0, size, 1)))
     layers = []
     for layer, by_step in loads.items():
         real = {step: load[:experts] for step, load in by_step.items()}
         decisions = recorded.get(layer, []) if world == own else None
-        layers.append(_layer(layer, real, world, decisions, settings))
-    return PlacementStudy(str(run), world, seconds is not None, tuple(settings), tuple(layers))
+        lending = tuple(replay_lending(list(real.values()), world, *one) for one in lendings)
+        layers.append(replace(_layer(layer, real, world, decisions, settings), lending=lending))
+    copy_bytes = None if elements is None else elements * (2 * size + MASTER)
+    head = (str(run), world, seconds is not None, tuple(settings))
+    return PlacementStudy(*head, tuple(layers), tuple(limits), copy_bytes)
 
 
 def _layer(
@@ -302,13 +328,19 @@ def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, floa
 
 def _moved_bytes(config: Mapping[str, Any]) -> int | None:
     """Return the bytes of a moved expert; None if the configuration does not have the widths of experts."""
-    model, optimizer = table(config, "model"), table(config, "optimizer")
+    elements, optimizer = _expert_elements(config), table(config, "optimizer")
+    kind = optimizer.get("kind", "adamw")
+    if elements is None or kind not in get_args(Optimizer):
+        return None
+    return elements * moved_bytes(kind, bool(optimizer.get("momentum")))
+
+
+def _expert_elements(config: Mapping[str, Any]) -> int | None:
+    """Return the elements of an expert; None if the configuration does not have the widths."""
+    model = table(config, "model")
     hidden, ffn = _count(model.get("hidden")), _count(model.get("ffn"))
     if hidden is None or ffn is None or model.get("pretrained"):
         return None
     # The widths of experts are all that the count of their elements depends on.
     shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
-    kind = optimizer.get("kind", "adamw")
-    if kind not in get_args(Optimizer):
-        return None
-    return shape.parameters("moe")["experts"] * moved_bytes(kind, bool(optimizer.get("momentum")))
+    return shape.parameters("moe")["experts"]

@@ -578,7 +578,24 @@ def test_loads_of_a_run_replace_the_imbalance(tmp_path: Path, capsys: pytest.Cap
     assert slow["step_s"] > moved["step_s"]
 
 
-@pytest.mark.parametrize("placement", ["fixed", "relocate"])
+def test_lent_experts_even_the_recorded_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded(tmp_path, [80000, 1000, 1000, 1000, 1000, 1000, 1000, 3000])
+    out = tmp_path / "out.toml"
+    fixed, moved, lent = (
+        run_json(capsys, loads=run, placement=placement, config=str(out), **EP4)
+        for placement in ("fixed", "relocate", "balance")
+    )
+    # Moves cannot divide an expert.
+    assert moved["placement"]["ratio"] > 3.5 > 1.2 > lent["placement"]["ratio"]
+    assert lent["placement"]["kind"] == "balance" and 3 <= lent["placement"]["copies"] <= 6
+    assert lent["step_s"] < moved["step_s"] and lent["step_s"] < fixed["step_s"]
+    assert sum(sent.get("expert lending", 0) for sent in lent["bytes"].values()) > 0
+    assert lent["memory"]["weights_gb"] > fixed["memory"]["weights_gb"]
+    config = pytest.importorskip("moe_comm.train.config").load(str(out))
+    assert config.placement.balance.rows == 1.125 and config.placement.balance.flops > 1e14
+
+
+@pytest.mark.parametrize("placement", ["fixed", "relocate", "balance"])
 def test_uniform_loads_answer_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: str) -> None:
     result = run_json(capsys, loads=recorded(tmp_path, [1000] * 8), placement=placement, **EP4)
     assert result["placement"]["kind"] == "fixed" and result["placement"]["ratio"] == 1.0

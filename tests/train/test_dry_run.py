@@ -127,6 +127,18 @@ def test_lent_experts_take_slots_in_each_layer_and_the_gradients_of_one() -> Non
     assert found == [(2 * layers * expert, 4 * (3 + 1) * expert) for layers in (2, 4)]
 
 
+def test_copies_that_are_read_in_shared_memory_take_no_slots() -> None:
+    settings = ("parallel.ranks=2", "parallel.ep=2", "model.experts=6", "data.batch=16")
+    weights = {}
+    for backend in ("shared_memory", "all_to_all"):
+        more = (f"parallel.backend={backend}", "placement.balance={copies = 2}")
+        weights[backend] = dry_run(*settings, *more).positions[0].ranks[0].fixed
+    model = dry_run(*settings).architecture
+    slots = 2 * len(model.moe_layers) * 3 * model.hidden * model.moe.ffn
+    assert weights["all_to_all"].weights - weights["shared_memory"].weights == 4 * slots
+    assert weights["all_to_all"].gradients == weights["shared_memory"].gradients
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_sharded_state_is_stored_once(strategy: str) -> None:
     even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")

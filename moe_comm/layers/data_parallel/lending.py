@@ -19,7 +19,7 @@ those of other ranks where they are in shared memory. After backward the gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,14 +33,14 @@ from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, into, share_blocks, transfer_rows
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.kernels.native import core
 from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Values, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.lent_adapters import Adapters, Loan, lend_adapters
 from moe_comm.layers.data_parallel.lent_gradients import LentGradients, Orient
 from moe_comm.layers.data_parallel.residents import Residents
+from moe_comm.runtime.row_plan import choose_rows
 from moe_comm.topology import Placement
-from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
+from moe_comm.topology.balance import Balance, rows_of_ranks
 
 EMPTY = -1
 
@@ -395,15 +395,3 @@ class LentExperts(ExpertCopies):
         params = map(self.parameter, names)
         gradients.release()
         return [grad.to(param.grad_dtype or param.dtype, copy=copied) for grad, param in zip(own, params, strict=True)]
-
-
-def choose_rows(
-    loads_E: Sequence[int], placement: Placement, limits: Limits, residents: Iterable[tuple[int, int]]
-) -> tuple[tuple[Lent, ...], int]:
-    """Return the plan of the native core, or of the reference if it is not built, and its digest."""
-    native = core()
-    if native is None:
-        lent = plan_rows(loads_E, placement.homes, placement.world, limits, residents)
-        return lent, digest(lent)
-    triples, hashed = native.plan_rows(loads_E, placement.homes, placement.world, limits, list(residents))
-    return tuple(Lent(*one) for one in triples), hashed

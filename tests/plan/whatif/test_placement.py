@@ -117,6 +117,27 @@ def test_each_option_of_the_command_takes_effect_or_is_refused(
         assert [tuple(one[name] for name in ("every", "window", "threshold")) for one in settings] == expected
 
 
+def test_lending_is_replayed_with_each_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    out = tmp_path / "place.json"
+    assert cli.run(["place", str(tmp_path), "--balance", "1", "--balance", "64", "--json", str(out)]) == 0
+    assert "experts lent in each step" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    layer = result["layers"][0]
+    tight, loose = layer["lending"]
+    assert (tight["rows"], loose["rows"]) == (1, 64)
+    # Without the widths of experts, copies cost nothing.
+    assert result["copy_bytes"] is None and tight["saved_s"] > 0
+    assert tight["before"] == loose["before"] == loose["ratio"] == layer["fixed"] > tight["ratio"]
+    assert tight["copies"] > 0 == loose["copies"]
+    write_spans(tmp_path, 'kind = "adamw"', "bfloat16")
+    measured = study(tmp_path, [NEVER], limits=[1.0])
+    assert measured.copy_bytes == 3 * 16 * 8 * (2 * 2 + 4)
+    # A row takes 0.4 s, and a step saves 2 rows of the busiest rank.
+    assert measured.layers[0].lending[0].ratio == tight["ratio"]
+    assert measured.layers[0].lending[0].saved_s == pytest.approx(0.8, rel=1e-3)
+
+
 def write_spans(run: Path, optimizer: str, dtype: str) -> None:
     """Write the configuration, and the spans of step 1: 2 seconds of experts, and 1000 bytes in one second per rank."""
     text = f'[model]\nhidden = 16\nffn = 8\nexperts = 4\ndtype = "{dtype}"\n[optimizer]\n{optimizer}\n'
