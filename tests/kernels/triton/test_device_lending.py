@@ -33,7 +33,7 @@ LENDS = Run("peer_to_peer", dtype=BF16, capacity=96)
 CASES = [
     (2, LENDS),
     (2, replace(LENDS, recompute=True, tokens="none on rank 1")),
-    (4, replace(LENDS, dtype=torch.float16, tokens="dropped", capacity=200)),
+    (4, replace(LENDS, dtype=torch.float16, recompute=True, tokens="dropped", capacity=200)),
     (4, replace(LENDS, tokens="all to one expert", checkpointed=True, capacity=128)),
 ]
 
@@ -105,6 +105,28 @@ def test_ranks_may_have_different_numbers_of_experts(rank: int, experts: int) ->
             nothing = layers[1](x[:0], hot(layers[1], x[:0], 0))
             none = layers[1](x, hot(layers[1], x, -1))
         assert not nothing.numel() and not none.any() and not layers[1].last_plan.lent
+
+
+@on_ranks(2)
+def test_calls_with_other_routing_leave_nothing_behind(rank: int) -> None:
+    plans: list[tuple[Any, ...]] = []
+
+    def train(layer: MoELayer, call: int) -> list[Tensor]:
+        x, routing = routed(layer, LENDS, rank, call)
+        y = layer(x, routing)
+        y.backward(drawn(*y.shape, dtype=BF16, seed=call))
+        assert layer.last_plan is not None
+        plans.append(tuple(layer.last_plan.lent))
+        grads = [x.grad, routing.weights_TK.grad, *(param.grad for param in layer.experts.parameters())]
+        for param in layer.experts.parameters():
+            param.grad = None
+        return [y.detach(), *(grad for grad in grads if grad is not None)]
+
+    with interpreted():
+        layer = build(ALWAYS, LENDS)
+        first, other, again = (train(layer, call) for call in (0, 3, 0))
+    assert len(first) == 7 and all(map(torch.equal, again, first)) and not torch.equal(other[0], first[0])
+    assert () not in plans and plans[0] == plans[2] != plans[1]
 
 
 @on_ranks(2)

@@ -25,8 +25,6 @@ BF16 = torch.bfloat16
 CASES = [
     (2, Run("peer_to_peer")),
     (2, Run("peer_to_peer", dtype=BF16, recompute=True, tokens="none on rank 1")),
-    (2, Run("peer_to_peer", dtype=BF16, capacity=96)),
-    (4, Run("peer_to_peer", dtype=torch.float16, recompute=True, tokens="dropped", capacity=200)),
     (2, Run("peer_to_peer", overlap=PIPELINED, dtype=BF16, tokens="dropped")),
     (2, Run("all_to_all", overlap=Overlap("auto"), dtype=torch.float16)),
     (4, Run("all_to_all", dtype=BF16, tokens="all to one expert")),
