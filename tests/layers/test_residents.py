@@ -105,7 +105,9 @@ def test_the_first_call_after_a_change_publishes(group: dist.ProcessGroup, rank:
     assert set(homes) == {0}
     with torch.no_grad():
         for param in (param for one in layers for param in one.experts.parameters() if rank == 0):
-            param.mul_(2)  # no call of the layer says so, and the other rank has not changed its weights
+            param.mul_(2)  # the other rank has not changed its weights
+    if rank == 0:
+        copies.weights_changed()  # as load_state_dict on one rank
     assert torch.equal(layer(x, routing), fixed(x, routing))
     assert layer.last_plan.resident == len(layer.last_plan.lent) > 0
     copies.forget()

@@ -191,7 +191,8 @@ class ExpertCopies:
         """Start to send weights that the next call will probably need. Collective if there are any."""
 
     def end_step(self) -> None:
-        """The gradients of a step are complete. Called on all ranks."""
+        """The gradients of a step are complete, or its weights have changed. Called on all ranks."""
+        self.weights_changed()
 
     def forget(self) -> None:
         """Begin the next step as a run that resumes does. Called on all ranks."""

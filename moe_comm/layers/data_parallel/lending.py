@@ -126,12 +126,17 @@ class LentExperts(ExpertCopies):
         world, slots = placement.world, placement.slots or 0
         self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the buffers of each rank
         self._seen: list[tuple[int, int]] = []
+        self._due = self._stale = False  # residents may change; the weights of all ranks have. Equal on all ranks
         self._residents = Residents(slots)
         self._arriving: Callable[[], None] | None = None  # waits for the weights of residents that are being sent
 
+    @property
+    def published(self) -> bool:
+        """False: each call determines which ranks have copies."""
+        return False
+
     def weights_changed(self) -> None:
-        """Send weights again from the next call on. ``plan`` also detects changes itself. Called on all ranks."""
-        super().weights_changed()
+        """Send weights again from the next call on. Ranks may differ; ``plan`` also detects changes itself."""
         self._seen = []
 
     def forget(self) -> None:
@@ -141,7 +146,7 @@ class LentExperts(ExpertCopies):
     def end_step(self) -> None:
         """Choose other residents before the next call, which sends trained weights again. Called on all ranks."""
         if self._trained():
-            self.weights_changed()
+            self.publish()
         self._due = True
 
     def publish_if_due(self) -> None:
@@ -152,12 +157,12 @@ class LentExperts(ExpertCopies):
     def prefetch(self) -> None:
         """Start to send the weights of residents, at the start of a step. ``plan`` waits for them. Collective."""
         if self._due:
-            self._start_residents(() if self._seen else range(self.placement.world))
+            self._start_residents(range(self.placement.world) if self._stale else ())
 
     def _start_residents(self, changed: Collection[int]) -> None:
         """Choose the residents of new weights, and start to send them. Collective. changed: homes with new weights."""
         self._wait()  # a call raised an error before its plan
-        self._due, homes = False, self.placement.homes
+        self._due, self._stale, homes = False, False, self.placement.homes
         for held in self._held:
             held[:] = [EMPTY if e != EMPTY and homes[e] in changed else e for e in held]
         pairs = self._residents.advance()
@@ -172,8 +177,10 @@ class LentExperts(ExpertCopies):
             arriving()
 
     def publish(self) -> int:
-        """Send weights again from the next call on. Return 0: the plan of a call determines the copies."""
+        """Send weights again from the next call on. Return 0: the plan of a call determines the copies. Called on all
+        ranks."""
         self.weights_changed()
+        self._due = self._stale = True
         return 0
 
     @torch.no_grad()

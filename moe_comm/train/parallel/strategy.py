@@ -186,7 +186,7 @@ class DataParallel:
             self._fsdp.publish()
         self._replicated.publish()
         for copies in self._copies:
-            copies.weights_changed()
+            copies.end_step()
 
     def forget_residents(self) -> None:
         """Begin the next step as a run that resumes does, without weights that lent experts are expected to need.
