@@ -83,9 +83,10 @@ def _tables(study: PlacementStudy) -> list[Table]:
         lending.add_column(name, justify="left" if name == "layer" else "right")
     for layer in study.layers:
         for limit, lent in zip(study.limits, layer.lending, strict=True):
-            sent = "-" if study.copy_bytes is None else f"{lent.copies * study.copy_bytes / 1e6:.2f}"
-            figures = (f"{limit:g}", f"{lent.before:.3f}", f"{lent.ratio:.3f}", f"{lent.copies:.1f}", sent)
-            lending.add_row(layer.layer, *figures, f"{lent.saved_s * 1e3:.3g}")
+            figures = [f"{limit:g}", f"{lent.before:.3f}", f"{lent.ratio:.3f}", f"{lent.copies:.1f}"]
+            if study.copy_bytes is not None:  # without the widths of experts, a row has no time
+                figures += [f"{lent.copies * study.copy_bytes / 1e6:.2f}", f"{lent.saved_s * 1e3:.3g}"]
+            lending.add_row(layer.layer, *figures)
         ratios = (layer.hottest, layer.fixed, layer.realised, layer.best)
         texts = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
         layers.add_row(layer.layer, str(len(layer.steps)), *texts)
