@@ -99,6 +99,11 @@ SAME_MAPPING = {
         "model.family=deepseek_v3",
         "model.bias_rate=0.05",
     ),
+    "ep that sends weights of lent experts": (
+        "parallel.ep=2",
+        "parallel.backend=all_to_all",
+        "placement.balance={rows = 1.0, worth = 0}",
+    ),
     "fsdp, bf16": ("parallel.sharding=fsdp", "model.dtype=bfloat16"),
     "zero1, muon": (
         "parallel.sharding=zero1",
