@@ -206,7 +206,8 @@ def test_any_mapping_has_the_bits_of_one_rank_and_gives_the_modules_back(rank: i
     ]
     for ranks, settings in mappings:
         layer = plain.layer(ranks, **settings)
-        y = layer(_tokens(rank))
+        with torch.set_grad_enabled("placement" not in settings):  # copies are for inference
+            y = layer(_tokens(rank))
         assert torch.equal(y, expected) or (layer.sizes["etp"] == 2 and torch.allclose(y, expected, atol=1e-6))
         router, experts = layer.to_modules(rank0_only=True, cpu=True)
         assert (router is None and experts is None) == (rank != 0)
