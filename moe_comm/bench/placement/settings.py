@@ -72,7 +72,10 @@ class PlacementBench(BatchShape):
     window: int = 5
     threshold: Annotated[float, typer.Option(min=0, help="Minimum share of the busiest rank's rows to save.")] = 0.05
     slots: Annotated[
-        int, typer.Option(min=0, help="Slots of each rank for replicas of EPLB, of which rows are computed; 0: none.")
+        int,
+        typer.Option(
+            min=0, help="More slots of each rank for EPLB's replicas, whose rows are counted but not run; 0: none."
+        ),
     ] = 1
     balance: Annotated[
         float | None,

@@ -24,7 +24,7 @@ Adapters = Mapping[str, Sequence[LowRank]]
 
 @dataclass(frozen=True, eq=False)
 class Loan:
-    """What one rank lends, and is lent, in a call.
+    """The slots of one rank in a call that lends experts, and how adapters and gradients reach those of other ranks.
 
     Attributes:
         experts: global ids of the experts in the rank's slots; -1 for an empty slot.

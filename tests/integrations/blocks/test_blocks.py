@@ -236,6 +236,10 @@ def test_a_placement_with_copies_is_for_inference(style: type[nn.Module], rank: 
     original = _model(style)
     model = moe_comm.swap_moe(deepcopy(original), group, placement=placement)
     with torch.no_grad():
+        block = next(module for module in model.modules() if hasattr(module, "block_plan"))
+        x = torch.randn(2, 3, D)
+        with pytest.raises(InputError):  # in the first call, which publishes the copies
+            block(x.long() if rank else x)
         assert_close(model(_tokens(rank))[0], original(_tokens(rank))[0], "logits")
     with pytest.raises(ConfigError, match="for inference"):
         model(_tokens(rank))

@@ -136,7 +136,7 @@ def test_weights_sent_behind_attention_change_no_bits(
 def test_a_run_that_lends_experts_resumes_on_other_numbers_of_ranks(
     settings: list[str], pool2: RankPool, pool4: RankPool, tmp_path: Path
 ) -> None:
-    """Two steps on each mapping, of which the last does not lend experts, have the losses of one process."""
+    """Two steps on each mapping have the losses of one process. The last mapping does not lend experts."""
     common = [*settings, *MOMENTUM, "run.steps=6", "checkpoint.every=2"]
     alone = [*common, f"run.folder={tmp_path / 'alone'}"]
     _run_until(0, 1, (alone, None))
