@@ -37,6 +37,8 @@ class PeerToPeerOptions:
             with 16-bit experts keeps the counts on the GPU, and the host does not wait for them. A layer's call that
             sends a rank more rows raises ``HeapError`` on every rank. T tokens on each of W ranks send T * K rows to a
             rank on average, and at most W * T * min(K, experts of the rank), or f * T * K with ``Balance(memory=f)``.
+            "memory": this last bound, where T is the largest number of tokens of a rank in the first call of a layer
+            that lends experts; a later call with more raises ``HeapError`` on every rank.
         own_stream: run operations on a separate stream, which the caller's stream waits for.
         emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
         bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it
@@ -51,7 +53,7 @@ class PeerToPeerOptions:
     heap_bytes: int | None = None
     num_blocks: int | None = None
     relay: bool = False
-    capacity_rows: int | None = None
+    capacity_rows: int | Literal["memory"] | None = None
     own_stream: bool = False
     emulate: bool = False
     bulk_copies: bool = False
@@ -60,8 +62,12 @@ class PeerToPeerOptions:
     def __post_init__(self) -> None:
         for name in ("heap_bytes", "num_blocks", "capacity_rows"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"PeerToPeerOptions.{name} must be a positive integer or None; got {value!r}")
+            bound = "memory" if name == "capacity_rows" else None
+            if value not in (None, bound) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                or_bound = "" if bound is None else f", {bound!r}"
+                raise ConfigError(
+                    f"PeerToPeerOptions.{name} must be a positive integer{or_bound} or None; got {value!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,11 @@ class DispatchOptions:
         object.__setattr__(self, "timeout_s", seconds_of("timeout_s", self.timeout_s))
         if not isinstance(self.wire_dtypes, WireDtypes):
             raise ConfigError(f"wire_dtypes must be a WireDtypes; got {self.wire_dtypes!r}")
+        if self.peer_to_peer.capacity_rows == "memory" and (self.balance is None or self.balance.memory is None):
+            raise ConfigError(
+                'capacity_rows="memory" needs DispatchOptions(balance=Balance(memory=...)), which limits the rows of a '
+                "rank; or give a number of rows"
+            )
         if self.balance is not None and not self.deterministic:
             raise ConfigError("balance keeps the bits of results, so it needs DispatchOptions(deterministic=True)")
         if self.deterministic and not self.wire_dtypes.invariant:

@@ -148,8 +148,13 @@ class Balance:
         """
         even = -(-rows // world)
         limit = max(even, rows * round(self.rows * PARTS) // (PARTS * world))
-        memory = rows if self.memory is None else max(even, -(-slots * round(self.memory * PARTS) // PARTS))
+        memory = rows if self.memory is None else max(even, self.most_rows(slots))
         return Limits(min(limit, memory), memory, *costs, copies)
+
+    def most_rows(self, slots: int) -> int:
+        """Return the maximum rows of a rank by ``memory``, which must be set. slots: see ``limits``."""
+        assert self.memory is not None
+        return -(-slots * round(self.memory * PARTS) // PARTS)
 
     def words(self) -> tuple[int, ...]:
         """Return the settings but costs as integers, which all ranks compare."""

@@ -13,16 +13,16 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from moe_comm.errors import ConfigError, suggestion
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
 from moe_comm.topology.pipeline import can_split, check_micro_batches
 from moe_comm.train.data.settings import CorpusSettings
 from moe_comm.train.offload.settings import OffloadSection
-from moe_comm.train.section_base import Section
+from moe_comm.train.section_base import MOST, Section
 from moe_comm.train.sections import (
     CheckpointSection,
     FaultsSection,
@@ -49,6 +49,20 @@ CHOSEN = (
 """Keys of [parallel] that the planner chooses."""
 
 
+class PeerToPeerSection(Section):
+    """Memory of ``backend = "peer_to_peer"``; see ``moe_comm.PeerToPeerOptions``.
+
+    Attributes:
+        heap_bytes: bytes of each rank's device memory for rows. None: 2 GiB.
+        capacity_rows: rows for which each layer has room on each rank. The host then does not wait for row counts and
+            headers. "memory": the bound of ``placement.balance.memory``, for the tokens of a rank in a micro-batch.
+            None: as many as a pass has.
+    """
+
+    heap_bytes: int | None = Field(default=None, ge=1, le=1 << 40)
+    capacity_rows: Annotated[int, Field(ge=1, le=MOST)] | Literal["memory"] | None = None
+
+
 class TrainConfig(Section):
     """All settings of a training run."""
 
@@ -59,6 +73,7 @@ class TrainConfig(Section):
     parallel: ParallelSection = ParallelSection()
     placement: PlacementSection = PlacementSection()
     payload: PayloadSection = PayloadSection()
+    peer_to_peer: PeerToPeerSection = PeerToPeerSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
     watch: WatchSection = WatchSection()
@@ -106,6 +121,14 @@ class TrainConfig(Section):
             raise ValueError(
                 f"placement.balance does not support parallel.schedule {schedule!r}, which splits backward"
             )
+        if self.peer_to_peer.capacity_rows == "memory":
+            if self.placement.balance is None or self.placement.balance.memory is None:
+                raise ValueError('peer_to_peer.capacity_rows = "memory" requires placement.balance.memory')
+            if self.parallel.lengths == "balanced":
+                raise ValueError(
+                    'with parallel.lengths = "balanced", ranks have different numbers of tokens: set '
+                    "peer_to_peer.capacity_rows to a number"
+                )
         return self
 
     @model_validator(mode="after")

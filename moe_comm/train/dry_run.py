@@ -23,11 +23,10 @@ from torch import nn
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
-from moe_comm.layers.transformer.lengths.solve import CAPACITY
 from moe_comm.layers.transformer.shape import FAMILY, MASTER, ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
 from moe_comm.topology.parallel import ShardingMode
-from moe_comm.topology.pipeline import StagePlan, can_split, check_micro_batches
+from moe_comm.topology.pipeline import StagePlan, can_split
 from moe_comm.train.architecture import family_of
 from moe_comm.train.auto.choose import choose, described, resolved
 from moe_comm.train.config import TrainConfig
@@ -41,6 +40,7 @@ from moe_comm.train.loop.build import (
     FULL_PRECISION,
     architecture_of,
     build_stages,
+    max_tokens,
     overlaps_experts,
     stage_plan,
 )
@@ -162,28 +162,6 @@ def _vocab(config: TrainConfig) -> int | None:
     if kind == "bpe":
         return config.data.vocab
     return load_tokenizer(kind, config.data.end_of_text).vocab_size if Path(kind).exists() else None
-
-
-def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
-    """Check the micro-batches, and return the maximum number of tokens per rank in one."""
-    data, parallel = config.data, config.parallel
-    rows = data.batch // data.micro_batches
-    if rows < mapping.dp:
-        raise ConfigError(
-            f"a micro-batch has {rows} sequences (data.batch {data.batch} / data.micro_batches {data.micro_batches}) "
-            f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
-            "data.micro_batches"
-        )
-    if parallel.lengths == "balanced":
-        return math.ceil(CAPACITY * rows * data.seq_len / (mapping.cp * mapping.dp * mapping.tp))
-    chunks = mapping.cp * (2 if parallel.context != "ulysses" and mapping.cp > 1 else 1)
-    if data.seq_len % chunks or data.seq_len // mapping.cp % mapping.tp:
-        raise ConfigError(
-            f"data.seq_len ({data.seq_len}) must be divisible into {chunks} chunks for cp {mapping.cp} "
-            f"({parallel.context}), and each rank's tokens into {mapping.tp} for tp"
-        )
-    check_micro_batches(parallel.schedule, mapping.pp, data.micro_batches, interleave=parallel.interleave)
-    return math.ceil(rows / mapping.dp) * data.seq_len // (mapping.cp * mapping.tp)
 
 
 def _activations(

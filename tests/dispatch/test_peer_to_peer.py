@@ -18,6 +18,7 @@ from moe_comm.gpu import protocol
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
+from moe_comm.topology.balance import Balance
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import BY_NAME
 from tests.dispatch.workers import ErrorText, Job, caught
@@ -409,6 +410,11 @@ def test_unsupported_inputs_are_refused() -> None:
     for name in ("heap_bytes", "num_blocks", "capacity_rows"):
         with pytest.raises(ConfigError, match=name):
             PeerToPeerOptions(**{name: 0})
+    with pytest.raises(ConfigError, match="'memory' or None; got 'all'"):
+        PeerToPeerOptions(capacity_rows="all")  # type: ignore[arg-type]
+    for balance in (None, Balance()):
+        with pytest.raises(ConfigError, match=r"Balance\(memory="):
+            DispatchOptions(balance=balance, peer_to_peer=PeerToPeerOptions(capacity_rows="memory"))
 
 
 @on_ranks(4)

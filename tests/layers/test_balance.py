@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class Run:
     checkpointed: bool = False
     balance: Balance | None = None
     device: str = "cpu"
-    capacity: int | None = None
+    capacity: int | Literal["memory"] | None = None
     resident: bool = False
     """Measure a step in which weights of experts that the step before has lent are sent by gloo before the calls."""
 

@@ -11,10 +11,11 @@ import pytest
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.topology.rebalance import PlacementKind
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
-from moe_comm.train.loop.build import _dispatch_options
+from moe_comm.train.loop.build import _dispatch_options, architecture_of
 from moe_comm.train.plan_config import differences, model_named, train_config
 from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.load import ExpertLoads, Workload
@@ -132,7 +133,7 @@ def test_the_dispatcher_is_written_and_whether_it_sends_sums(
     mapping = Mapping.parse(f"ep={4 // host * 2}", 4, dispatcher=dispatcher)
     config = write_and_load(request, mapping, tmp_path)
     assert (config.parallel.backend, config.parallel.deterministic) == (backend, deterministic)
-    options = _dispatch_options(config)
+    options = _dispatch_options(config, architecture_of(config, None), ParallelMesh(ParallelConfig()))
     assert options.deterministic == deterministic
     overlapped = replace(mapping, overlap="all")
     deviations = differences(request, request.candidate(overlapped))

@@ -76,11 +76,11 @@ class PeerToPeerDispatcher(LendingPrimitives):
             x_TD, ids_TK, label: as in ``dispatch``.
 
         Raises:
-            ConfigError: no ``capacity_rows``.
+            ConfigError: no ``capacity_rows``, or not known yet.
             InputError, RankMismatch, HeapError: on this rank; on other ranks in ``check``.
                 ``dispatch`` on another rank is a mismatch.
         """
-        if self.peer_options.capacity_rows is None:
+        if self.capacity_rows is None:
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
         (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
         operation = self.dispatch_operation(x_TD, ids_TK, label, DISPATCH_FIXED, fault=fault)
@@ -219,7 +219,7 @@ class PeerToPeerDispatcher(LendingPrimitives):
         if self.context.operation.fault is not None:
             self._refuse()
         operations, row_format = self.memory.operations, self._row_format(x_TD, "dispatch")
-        capacity = self.peer_options.capacity_rows or 0
+        capacity = self.capacity_rows or 0
         x_TD = dense(self._round_rows(x_TD, row_format) if row_format.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, self.context.operation, x_TD, ids_TK):

@@ -21,6 +21,7 @@ from moe_comm.comm.header import LEND, RETURN
 from moe_comm.dispatch.peer_to_peer.memory import shared_blocks
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation
 from moe_comm.dispatch.peer_to_peer.repeated import RepeatedPrimitives
+from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, Blocks, round_up
 from moe_comm.gpu.heap import HeapBlock
 from moe_comm.gpu.protocol import Offer, chunk_of, words_address
@@ -156,6 +157,8 @@ class DevicePlan:
 class LendingPrimitives(RepeatedPrimitives):
     """The operations of lending."""
 
+    _most_slots: int | None = None  # of a rank, for which ``capacity_rows="memory"`` has room
+
     def new_stacks(self, shapes: Shapes, dtype: torch.dtype) -> ExpertStacks:
         """Return zeros for the experts of this rank and its slots for copies. Collective.
 
@@ -184,10 +187,13 @@ class LendingPrimitives(RepeatedPrimitives):
             [T, K] ids of slots for the dispatch, and the words of the plan.
 
         Raises:
-            RankMismatch: ranks have other settings. RoutingError: invalid ids. On a GPU as errors of ``check``.
+            RankMismatch: ranks have other settings. RoutingError: invalid ids. HeapError: more slots than in the first
+                call, with ``capacity_rows="memory"``. On a GPU as errors of ``check``.
         """
         operation = self._new_operation(LEND, x_TD.shape[1], x_TD.dtype, ids_TK.shape[1], label=label)
         operation.num_experts, operation.placement = homes.experts, homes.digest
+        if self.peer_options.capacity_rows == "memory" and (fault := self._capacity_fault(ids_TK.numel(), homes)):
+            self._raise_fault(fault, operation)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with operation, KernelOperation(self, operation, ids_TK):
             slots_TK = torch.empty_like(ids_TK)
@@ -197,6 +203,22 @@ class LendingPrimitives(RepeatedPrimitives):
                 self.memory.check(ids_TK)
             self._stream.use_by_caller(slots_TK, plan)
         return slots_TK, plan
+
+    def _capacity_fault(self, slots: int, homes: LentHomes) -> HeapError | None:
+        """Compute ``capacity_rows`` from the (token, slot) pairs of this call, if it is the first one. It is collective
+        then. Return why a later call has no room."""
+        if self._most_slots is None:
+            assert self.channel is not None
+            what = "the room for rows of a layer that lends experts"
+            self._most_slots = max(most for most, _ in self.channel.gather_values((slots, 0), what))
+            self.capacity_rows = max(homes.balance.most_rows(self._most_slots), 1)
+        if slots <= self._most_slots:
+            return None
+        return HeapError(
+            f'rank {self.rank} has {slots} (token, slot) pairs; capacity_rows="memory" has room for those of the '
+            f"layer's first call, at most {self._most_slots} on a rank. Make the first call with the most tokens, or "
+            "set PeerToPeerOptions.capacity_rows to a number"
+        )
 
     def queue_lend(
         self, header: bytes, ids_TK: Tensor, slots_TK: Tensor, homes: LentHomes, plan: Tensor, counted: bool

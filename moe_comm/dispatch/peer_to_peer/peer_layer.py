@@ -79,7 +79,7 @@ class PeerLayer:
             if not keeps:
                 return call.run_forward(x_TD, source, w13, w2, b13, b2)[0], *call.rows, 0
             y_TD = run_whole(call, x_TD, source, w13, w2, b13, b2)
-        capacity = self.dispatcher.peer_options.capacity_rows or 0
+        capacity = self.dispatcher.capacity_rows or 0
         columns = x_TD.shape[1] + w13.shape[1] * (not mlp.recompute)
         return y_TD, *call.rows, capacity * columns * x_TD.element_size()
 

@@ -97,7 +97,7 @@ class RepeatedPrimitives(OverlappedPrimitives):
 
         shapes: width and dtype of each.
         """
-        heap, capacity = self.memory.operations.heap, self.peer_options.capacity_rows or 0
+        heap, capacity = self.memory.operations.heap, self.capacity_rows or 0
         try:
             return heap.matrices(capacity, *shapes)
         except HeapError as problem:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel import leave_gradients
 from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.lengths.solve import CAPACITY
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.overlap.options import Overlap
-from moe_comm.topology import ParallelMesh, Sharding
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from moe_comm.topology.pipeline import StagePlan, check_micro_batches, plan_stages
 from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
@@ -111,14 +113,42 @@ def overlaps_experts(config: TrainConfig, architecture: TransformerConfig) -> bo
     return has_other_work and not any(fault.partition(":")[0] == "flip_bit" for fault in config.faults.plan)
 
 
-def _dispatch_options(config: TrainConfig) -> DispatchOptions:
-    wire_dtypes = config.payload.wire_dtypes()
+def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
+    """Check the micro-batches, and return the maximum number of tokens per rank in one."""
+    data, parallel = config.data, config.parallel
+    rows = data.batch // data.micro_batches
+    if rows < mapping.dp:
+        raise ConfigError(
+            f"a micro-batch has {rows} sequences (data.batch {data.batch} / data.micro_batches {data.micro_batches}) "
+            f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
+            "data.micro_batches"
+        )
+    if parallel.lengths == "balanced":
+        return math.ceil(CAPACITY * rows * data.seq_len / (mapping.cp * mapping.dp * mapping.tp))
+    chunks = mapping.cp * (2 if parallel.context != "ulysses" and mapping.cp > 1 else 1)
+    if data.seq_len % chunks or data.seq_len // mapping.cp % mapping.tp:
+        raise ConfigError(
+            f"data.seq_len ({data.seq_len}) must be divisible into {chunks} chunks for cp {mapping.cp} "
+            f"({parallel.context}), and each rank's tokens into {mapping.tp} for tp"
+        )
+    check_micro_batches(parallel.schedule, mapping.pp, data.micro_batches, interleave=parallel.interleave)
+    return math.ceil(rows / mapping.dp) * data.seq_len // (mapping.cp * mapping.tp)
+
+
+def _dispatch_options(config: TrainConfig, architecture: TransformerConfig, mesh: ParallelMesh) -> DispatchOptions:
+    wire_dtypes, section = config.payload.wire_dtypes(), config.placement.balance
+    balance, rows = None if section is None else section.settings(), config.peer_to_peer.capacity_rows
+    if rows == "memory":
+        assert balance is not None, "the configuration has been checked"
+        rows = balance.most_rows(max_tokens(config, mesh.config) * architecture.moe.router.top_k)
     return DispatchOptions(
         config.parallel.timeout_s,
+        checked=rows is None,
+        peer_to_peer=PeerToPeerOptions(config.peer_to_peer.heap_bytes, capacity_rows=rows),
         deterministic=config.parallel.deterministic and wire_dtypes.invariant,
         wire_dtypes=wire_dtypes,
         checksums=config.guard.checksums,
-        balance=None if (section := config.placement.balance) is None else section.settings(),
+        balance=balance,
     )
 
 
@@ -145,7 +175,7 @@ def build_stages(
                     overlap=overlap,
                     expert_overlap=overlap or expert_overlap,
                     backend=parallel.backend,
-                    options=_dispatch_options(config),
+                    options=_dispatch_options(config, architecture, mesh),
                     dtype=torch.float32,
                     device=device,
                 ),
@@ -262,4 +292,4 @@ def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> Non
         read_shard(hub, slices, tensor, sharding, mesh.place, mesh.sizes)
 
 
-__all__ = ["TrainState", "architecture_of", "build", "build_stages", "read_pretrained", "stage_plan"]
+__all__ = ["TrainState", "architecture_of", "build", "build_stages", "max_tokens", "read_pretrained", "stage_plan"]

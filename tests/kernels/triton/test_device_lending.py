@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from moe_comm.errors import HeapError, MoeCommError, PeerDied, PeerError, PeerRa
 from moe_comm.kernels import native
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.data_parallel.lending import LentExperts
+from moe_comm.layers.moe.load import moe_layers
 from moe_comm.layers.moe.router import Routing
 from tests.kernels.triton.common import drawn, kernels
 from tests.kernels.triton.test_lending import on_devices
@@ -183,6 +186,68 @@ def test_faults_are_raised_on_every_rank(rank: int) -> None:
         few = build(ALWAYS, replace(LENDS, capacity=8))
         with pytest.raises((HeapError, PeerError), match="capacity_rows"):
             few(x, routing)
+
+
+@on_ranks(2)
+def test_the_room_follows_from_the_first_call_and_is_enough_for_any_routing(rank: int) -> None:
+    with interpreted():
+        balance = replace(ALWAYS, memory=1.25)
+        layer, fixed = build(balance, replace(LENDS, capacity="memory")), build(None, LENDS)
+
+        def check(tokens: int, call: int, *, hot_expert: int | None = None) -> None:
+            results = []
+            for one in (layer, fixed):
+                x, routing = routed(one, LENDS, rank, call)
+                x = x.detach()[:tokens].requires_grad_()
+                routing = routing._replace(ids_TK=routing.ids_TK[:tokens], weights_TK=routing.weights_TK[:tokens])
+                y = one(x, routing if hot_expert is None else hot(one, x, hot_expert))
+                results += [(y, *torch.autograd.grad(y.sum(), x))]
+            assert all(map(torch.equal, *results))
+
+        assert layer.dispatcher.capacity_rows is None
+        check(16 + 4 * rank, 0)  # 16 tokens and 20, of 2 slots each
+        assert layer.dispatcher.capacity_rows == 50
+        for call in range(1, 3):
+            check(16 + 4 * rank, call)
+        check(20, 0, hot_expert=3)
+        check(8, 1)
+        x, routing = routed(layer, LENDS, 1, 0)
+        x, own = x[: 18 + 3 * rank], routing._replace(ids_TK=routing.ids_TK[: 18 + 3 * rank])
+        own = own._replace(weights_TK=routing.weights_TK[: 18 + 3 * rank])
+        with pytest.raises(HeapError, match=r"rank 1 has 42 .* at most 40 on a rank"):
+            layer(x, own)
+        check(20, 2)
+
+
+def train_over_peers(rank: int, world: int, settings: list[str]) -> tuple[list[float], int]:
+    """Train over emulated ``peer_to_peer``. Return the losses, and the number of experts that were lent."""
+    lent = [0]
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
+        from moe_comm.train.loop import build as trainer  # imports Triton
+        from tests.train.common import session
+
+        # The trainer has no setting for emulation.
+        patch.setattr(trainer, "PeerToPeerOptions", partial(PeerToPeerOptions, emulate=True))
+        with session(settings) as active:
+            layers = [layer for stage in active.stages for _, layer in moe_layers(stage)]
+
+            def count(report: Any) -> None:
+                lent[0] += int(sum(report.load.lent_experts))
+
+            active.trainer.fit(count)
+            assert {layer.dispatcher.capacity_rows for layer in layers} <= {None, 2 * 16 * 2}
+            return [report.loss for report in active.trainer.reports], lent[0]
+
+
+def test_the_trainer_keeps_plans_and_counts_on_the_device(tmp_path: Path, pools: dict[int, RankPool]) -> None:
+    from tests.train.common import SGD, write_text  # imports Triton
+
+    settings = [*write_text(tmp_path), *SGD, "parallel.ep=2", "parallel.backend=peer_to_peer", "model.dtype=bfloat16"]
+    balance = ["placement.balance={rows = 1.0, worth = 0, memory = 1.0}", 'peer_to_peer.capacity_rows="memory"']
+    fixed, lends = (pools[2].run(train_over_peers, [*settings, *more], timeout=100) for more in ([], balance))
+    for (wanted, nothing), (losses, lent) in zip(fixed, lends, strict=True):
+        assert losses[0] == wanted[0] and lent > nothing == 0
+        assert losses == pytest.approx(wanted, rel=1e-2)  # gradients of weights are rounded once, or on each rank
 
 
 @on_ranks(2)

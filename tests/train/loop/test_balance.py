@@ -10,10 +10,14 @@ import torch
 
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
+from moe_comm.dispatch import PeerToPeerOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers import MoELayer
 from moe_comm.layers.moe.load import moe_layers
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
+from moe_comm.train.dry_run import fake_ranks
+from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_comm.train.metrics import StepReport
 from tests.pool import RankPool
 from tests.train.common import SGD, Trained, assert_close, assert_floats, session, whole
@@ -163,6 +167,31 @@ def test_masters_in_files_train_experts_that_moved_to_shared_memory(
     for (wanted, _), (trained, lent) in zip(expected, offloaded, strict=True):
         assert min(lent) > 0
         assert (trained.losses, trained.validation) == (wanted.losses, wanted.validation)
+
+
+def test_layers_have_room_for_the_rows_that_balance_allows() -> None:
+    settings = ["model.top_k=2", "data.batch=12", "data.micro_batches=2", "data.seq_len=32", "model.dtype=bfloat16"]
+    balance, memory = "placement.balance={memory = 1.25}", 'peer_to_peer.capacity_rows="memory"'
+    for more, rows in (
+        ([balance, memory, "peer_to_peer.heap_bytes=4096"], 120),  # 3 sequences on 2 ranks, 2 slots a token, 1.25
+        (["peer_to_peer.capacity_rows=7", "peer_to_peer.heap_bytes=4096"], 7),
+        ([], None),
+    ):
+        config = load(None, [*settings, "parallel.backend=all_to_all", *more])
+        with fake_ranks(4, 0):
+            mesh = ParallelMesh(ParallelConfig(dp=2, tp=2, ep=4))
+            (stage,) = build_stages(config, architecture_of(config, 300), mesh, "meta")
+        for _, layer in moe_layers(stage):
+            options = layer.dispatcher.options
+            assert options.peer_to_peer == PeerToPeerOptions(None if rows is None else 4096, capacity_rows=rows)
+            assert options.checked is (rows is None)
+    for more in (
+        [],
+        [LEND],
+        [balance, "parallel.lengths=balanced", "parallel.context=ring", "data.documents=separate"],
+    ):
+        with pytest.raises(ConfigError, match=r"peer_to_peer\.capacity_rows"):
+            load(None, [memory, *more])
 
 
 def test_settings_that_balance_does_not_support_are_refused() -> None:
