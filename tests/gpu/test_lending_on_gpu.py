@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_comm.gpu.blocks import SHARING
+from moe_comm.overlap.options import Overlap
 from tests.layers.test_balance import Run, compare, run_layer
 from tests.pool import RankPool
 
@@ -29,9 +30,13 @@ def pool() -> Iterator[RankPool]:
             yield pool
 
 
-@pytest.mark.parametrize("backend", ["all_to_all", "peer_to_peer"])
-def test_lent_experts_keep_the_bits(backend: str, pool: RankPool) -> None:
-    compare(pool, run_layer, 2, Run(backend, dtype=BF16, device="cuda"))
+@pytest.mark.parametrize(
+    ("backend", "overlap"),
+    [("all_to_all", None), ("peer_to_peer", None), ("peer_to_peer", Overlap(executor="device"))],
+    ids=["all_to_all", "peer_to_peer", "device executor"],
+)
+def test_lent_experts_keep_the_bits(backend: str, overlap: Overlap | None, pool: RankPool) -> None:
+    compare(pool, run_layer, 2, Run(backend, overlap=overlap, dtype=BF16, device="cuda"))
 
 
 @pytest.mark.parametrize(("inner", "columns"), [(512, 384), (200, 136)])

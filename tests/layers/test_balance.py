@@ -401,14 +401,13 @@ def test_combinations_that_are_not_supported_are_refused(group: dist.ProcessGrou
     with pytest.raises(ConfigError, match="for layers"):
         make_dispatcher(EXPERTS, group, options=DispatchOptions(balance=ALWAYS))
     copied = Placement(((0, 1), (0,), (1,), (1,)), 2)
-    for balance, settings, overlap in (
-        (ALWAYS, {}, Overlap(executor="device")),
-        (ALWAYS, {"router": RouterConfig(4, 2), "placement": copied}, None),
-        (Balance(memory=1.5, copies=1), {}, None),
+    for balance, settings in (
+        (ALWAYS, {"router": RouterConfig(4, 2), "placement": copied}),
+        (Balance(memory=1.5, copies=1), {}),
     ):
         config, options = replace(CONFIG, **settings), DispatchOptions(balance=balance)
         with pytest.raises(ConfigError, match=r"[bB]alance"):
-            MoELayer.build(config, group, seed=3, options=options, overlap=overlap)
+            MoELayer.build(config, group, seed=3, options=options)
     layer = build(ALWAYS, Run("all_to_all"))
     with pytest.raises(ConfigError, match="chooses the copies"):
         layer.relocate(replace(layer.placement, owners=((0, 1), *layer.placement.owners[1:])))

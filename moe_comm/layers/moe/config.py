@@ -205,8 +205,6 @@ def expert_dispatcher(
     """
     if options is not None and options.balance is not None:
         try:
-            if overlap is not None and overlap.uses_kernels:
-                raise ConfigError("balance does not support the device executor; use Overlap(executor='pipelined')")
             placement = options.balance.placement(placement)
         except ConfigError as fault:
             refuse_dispatcher(fault, group, options)

@@ -234,7 +234,8 @@ class ExpertParallel(ParallelModule):
         attach_experts(experts, shards, replicated, self.label)
         experts.copies = None
         if (balance := dispatcher.options.balance) is not None:
-            if dispatcher.name == "peer_to_peer" and dispatcher.options.peer_to_peer.capacity_rows is not None:
+            capacity = None if dispatcher.name != "peer_to_peer" else dispatcher.options.peer_to_peer.capacity_rows
+            if capacity is not None and self.overlap is None:  # executors that overlap need row counts on the CPU
                 from moe_comm.dispatch.peer_to_peer.lending import LendingPrimitives
                 from moe_comm.layers.data_parallel.device_lending import DeviceLentExperts
 

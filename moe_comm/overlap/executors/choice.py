@@ -191,7 +191,7 @@ def agree_on_choice(dispatcher: Dispatcher, num_tokens: int) -> None:
 def choice_fault(dispatcher: Dispatcher) -> ConfigError | None:
     """Return why "auto" never selects the device executor over ``peer_to_peer``, or None. The same on every rank."""
     if dispatcher.options.balance is not None:
-        return ConfigError("the device executor does not run experts that other ranks have lent")
+        return ConfigError("the cost model does not know which experts a call lends (balance)")
     device = dispatcher.device if isinstance(dispatcher, OverlappedPrimitives) else None
     if device is None or device.type not in TRITON_DEVICES:
         return ConfigError("the device executor needs GPUs")

@@ -33,11 +33,6 @@ def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
         )
     if (fault := pipelined_fault(dispatcher)) is not None:
         return fault
-    if dispatcher.options.balance is not None:
-        return ConfigError(
-            "the device executor does not run experts that other ranks have lent (balance); use "
-            "Overlap(executor='pipelined')"
-        )
     try:
         from moe_comm.overlap.triton.arrived_mm import rows_fault  # needs Triton
     except MissingDependency as error:

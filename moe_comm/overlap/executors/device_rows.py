@@ -78,6 +78,11 @@ class DeviceDispatch(SharedDispatch):
     def experts_function(self) -> type[torch.autograd.Function]:
         return DeviceExperts
 
+    def counts_of(self, experts: int) -> Tensor:
+        """Return the rows of the first ``experts`` local experts, int64 on the device. Others have no parameters, and
+        no rows: slots for copies that this call does not use."""
+        return self.tiles.counts_E[:experts]
+
     def multiply_arrived(self, send: RowSend, bias_EN: Tensor | None = None) -> FirstProduct:
         """Return the GEMM of the rows of ``send``, which adds ``bias_EN``. It waits for the rows on the device, and
         closes ``send``."""
@@ -125,7 +130,7 @@ class DeviceDispatch(SharedDispatch):
         dispatcher, handle = self.dispatcher, self.handle
         if not dispatcher.sums_slices(op, handle.dtype, weights_TK is not None):
             out_RD = dispatcher.empty_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
-            grouped_mm_into(rows_RD, w_END, self.tiles.counts_E, out_RD, bias_EN=bias_EN)
+            grouped_mm_into(rows_RD, w_END, self.counts_of(w_END.shape[0]), out_RD, bias_EN=bias_EN)
             if weights_TK is None:
                 y_TD = dispatcher.dispatch_backward(out_RD, handle)
             else:
@@ -256,7 +261,8 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
     send: Any = run.gradients
     run.gradients = None
     rows_RD, h_RG, results_RD, *tensors = ctx.saved_tensors
-    experts, counts_E = ctx.settings.with_tensors(tensors), dispatch.tiles.counts_E
+    experts = ctx.settings.with_tensors(tensors)
+    counts_E = dispatch.counts_of(experts.num_experts)
     token_grad = grad_RD.new_empty(0) if ctx.needs_input_grad[0] else None
     first, grad_rows_RD = _grouped(dispatch), None
     weights: RowWeights | None = None
@@ -304,5 +310,4 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _grouped(dispatch: Any) -> FirstProduct:
-    counts_E = dispatch.tiles.counts_E
-    return lambda rows, w, out: grouped_mm_into(rows, w, counts_E, out)
+    return lambda rows, w, out: grouped_mm_into(rows, w, dispatch.counts_of(w.shape[0]), out)

@@ -206,7 +206,7 @@ def arrived_mm_into(
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16, dense; rows in flight.
         w_END: [E, N, D] weights of this rank's experts, of the same dtype, any strides.
-        tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
+        tiles: of these rows, listed for these experts or more, with ``tiling_of(rows_RD, listed experts).rows`` rows.
         flags: of the dispatch, or of the gradients.
         out_RN: [R, N], dense.
         act_RF: the activation ``glu`` of ``out_RN``, written as well if a kernel in CUDA C++ does it. Otherwise nothing
@@ -227,7 +227,7 @@ def arrived_mm_into(
             return True
     if act_RF is not None:
         return False
-    tiling, taken = tiling_of(rows_RD, experts), tiles.count.new_zeros(2)
+    tiling, taken = tiling_of(rows_RD, len(tiles.counts_E)), tiles.count.new_zeros(2)
     aside = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // tiling.columns))
     bias = (out_RN, 0) if bias_EN is None else (bias_EN, bias_EN.stride(0))
     with on_device_of(rows_RD):

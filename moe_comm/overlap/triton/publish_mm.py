@@ -116,13 +116,13 @@ def publish_mm_into(
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows.
         w_END: [E, N, D] weights of this rank's experts, of the same dtype, any strides.
-        tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
+        tiles: as in ``arrived_mm_into``.
         flags: of the results. All of them are set, also by a rank without rows.
         out_RN: [R, N], dense, where peers can read it.
         bias_EN: [E, N] of the same dtype, dense along N, or None: added in fp32, before rounding.
     """
     experts, columns, inner = w_END.shape
-    slices, tiling = num_slices(columns), tiling_of(rows_RD, experts)
+    slices, tiling = num_slices(columns), tiling_of(rows_RD, len(tiles.counts_E))
     if not slices:
         return
     written = tiles.count.new_zeros(slices * flags.world + 1)

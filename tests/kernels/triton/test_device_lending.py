@@ -17,7 +17,16 @@ from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.lending import LendingPrimitives
-from moe_comm.errors import HeapError, MoeCommError, PeerDied, PeerError, PeerRaised, RankMismatch, RoutingError
+from moe_comm.errors import (
+    HeapError,
+    InputError,
+    MoeCommError,
+    PeerDied,
+    PeerError,
+    PeerRaised,
+    RankMismatch,
+    RoutingError,
+)
 from moe_comm.kernels import native
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.data_parallel.lending import LentExperts
@@ -27,17 +36,20 @@ from tests.kernels.triton.common import drawn, kernels
 from tests.kernels.triton.test_lending import on_devices
 from tests.layers.test_balance import ALWAYS, Run, build, compare, routed
 from tests.overlap.triton.common import needs_triton
+from tests.overlap.triton.device_layer import DEVICE
 from tests.pool import RankPool, on_ranks
 
 pytestmark = needs_triton
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 BF16 = torch.bfloat16
 LENDS = Run("peer_to_peer", dtype=BF16, capacity=96)
+ON_HOST = replace(LENDS, overlap=DEVICE)
 CASES = [
     (2, LENDS),
     (2, replace(LENDS, recompute=True, tokens="none on rank 1")),
     (4, replace(LENDS, dtype=torch.float16, recompute=True, tokens="dropped", capacity=200)),
     (4, replace(LENDS, tokens="all to one expert", checkpointed=True, capacity=128)),
+    (2, replace(ON_HOST, checkpointed=True)),
 ]
 
 
@@ -132,11 +144,12 @@ def test_calls_with_other_routing_leave_nothing_behind(rank: int) -> None:
     assert () not in plans and plans[0] == plans[2] != plans[1]
 
 
+@pytest.mark.parametrize("run", [LENDS, ON_HOST], ids=["planned on the device", "planned on the host"])
 @on_ranks(2)
-def test_calls_in_flight_use_their_own_copies_and_experts_move(rank: int) -> None:
+def test_calls_in_flight_use_their_own_copies_and_experts_move(rank: int, run: Run) -> None:
     with interpreted():
         outputs = []
-        for layer in (build(ALWAYS, LENDS), build(None, LENDS)):
+        for layer in (build(ALWAYS, run), build(None, run)):
             results = []
             for _ in range(2):
                 given = [routed(layer, LENDS, rank, call) for call in range(2)]
@@ -186,6 +199,32 @@ def test_faults_are_raised_on_every_rank(rank: int) -> None:
         few = build(ALWAYS, replace(LENDS, capacity=8))
         with pytest.raises((HeapError, PeerError), match="capacity_rows"):
             few(x, routing)
+
+
+@pytest.mark.parametrize("capacity", [None, 96])
+@on_ranks(2)
+def test_faults_with_the_device_executor_are_raised_on_every_rank(rank: int, capacity: int | None) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of rank 1")
+
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
+        layer = build(ALWAYS, replace(ON_HOST, capacity=capacity))
+        x, routing = routed(layer, ON_HOST, rank, 0)
+        with pytest.raises(InputError, match=r"hidden|D"):
+            layer(x[:, :-rank] if rank else x, routing)
+        bad = routing._replace(ids_TK=routing.ids_TK.masked_fill(torch.tensor(rank == 1), 8))
+        with pytest.raises(RoutingError, match="outside"):
+            layer(x, bad)
+        for failing in (layer.router, layer.experts):
+            if rank:
+                patch.setattr(failing, "forward", fail)
+            with pytest.raises(ZeroDivisionError if rank else PeerRaised, match="of rank 1"):
+                layer(x)
+            patch.undo()
+        y = layer(x, routing)
+        y.sum().backward()
+        assert layer.last_plan is not None and layer.last_plan.lent
+        assert torch.equal(y, build(None, ON_HOST)(x, routing))
 
 
 @on_ranks(2)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions
-from moe_comm.errors import ConfigError
 from moe_comm.kernels import native
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.overlap.options import Overlap
 from tests.kernels.triton.common import drawn, kernels, needed_kernels
 from tests.layers.test_balance import ALWAYS, CALLS, EXPERTS, PIPELINED, Run, build, compare, routed, run_layer
 from tests.overlap.triton.common import needs_triton
+from tests.overlap.triton.device_layer import DEVICE
 from tests.pool import RankPool, on_ranks
 
 pytestmark = needs_triton
@@ -29,6 +29,10 @@ CASES = [
     (2, Run("all_to_all", overlap=Overlap("auto"), dtype=torch.float16)),
     (4, Run("all_to_all", dtype=BF16, tokens="all to one expert")),
     (4, Run("peer_to_peer", etp=2, overlap=Overlap("auto"), dtype=BF16, checkpointed=True)),
+    (2, Run("peer_to_peer", overlap=DEVICE)),
+    (2, Run("peer_to_peer", overlap=DEVICE, dtype=BF16, recompute=True, tokens="none on rank 1")),
+    (4, Run("peer_to_peer", overlap=DEVICE, dtype=torch.float16, tokens="all to one expert")),
+    (4, Run("peer_to_peer", etp=2, overlap=DEVICE, dtype=BF16, tokens="dropped", checkpointed=True)),
 ]
 
 
@@ -42,7 +46,8 @@ def on_devices(rank: int, world: int, run: Run) -> dict[str, Any]:
     finally:
         native.TRITON_DEVICES.discard("cpu")
         channel.shared_memory = True
-    grouped = run.dtype is not torch.float32 and run.overlap != PIPELINED
+    grouped = run.overlap == DEVICE or (run.dtype is not torch.float32 and run.overlap != PIPELINED)
+    assert ("tile_list_kernel" in launched) == (run.overlap == DEVICE)
     assert launched.count("grouped_weight_grad_kernel") == (2 * CALLS if grouped else 0)
     return result
 
@@ -80,25 +85,9 @@ def test_main_grad_has_the_gradients_of_all_calls_or_of_none(rank: int) -> None:
         native.TRITON_DEVICES.discard("cpu")
 
 
+@pytest.mark.parametrize("overlap", [None, DEVICE], ids=["serial", "device"])
 @on_ranks(2)
-def test_the_device_executor_is_refused_on_every_rank(rank: int) -> None:
-    kernels("device")
-    native.TRITON_DEVICES.add("cpu")
-    try:
-        layer = build(ALWAYS, Run("peer_to_peer", dtype=BF16))
-        x, routing = routed(layer, Run(dtype=BF16), rank, 0)
-        expected = layer(x, routing)
-        layer.overlap = Overlap(executor="device")
-        with pytest.raises(ConfigError, match="other ranks have lent"):
-            layer(x, routing)
-        layer.overlap = None
-        assert torch.equal(layer(x, routing), expected)
-    finally:
-        native.TRITON_DEVICES.discard("cpu")
-
-
-@on_ranks(2)
-def test_swapped_models_lend_experts_on_devices(rank: int) -> None:
+def test_swapped_models_lend_experts_on_devices(rank: int, overlap: Overlap | None) -> None:
     pytest.importorskip("transformers")
     from moe_comm.integrations.hugging_face import swap_moe
     from tests.integrations.models import new_model, randomise
@@ -112,7 +101,9 @@ def test_swapped_models_lend_experts_on_devices(rank: int) -> None:
             model = new_model("gpt_oss", num_hidden_layers=1, hidden_size=16, head_dim=4, intermediate_size=16)
             randomise(model, 0)
             options = DispatchOptions(balance=balance, peer_to_peer=peers)
-            swapped = swap_moe(model.bfloat16(), dist.group.WORLD, backend="peer_to_peer", options=options)
+            swapped = swap_moe(
+                model.bfloat16(), dist.group.WORLD, backend="peer_to_peer", options=options, overlap=overlap
+            )
             ids = torch.randint(3, 60, (2, 4 + rank), generator=torch.Generator().manual_seed(rank))
             logits = swapped(ids).logits
             logits.backward(drawn(*logits.shape, dtype=logits.dtype, seed=3))
