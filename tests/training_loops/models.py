@@ -14,7 +14,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 import moe_comm
 from moe_comm import MoEConfig, MoELayer, RouterConfig, swap_moe
+from moe_comm.dispatch import DispatchOptions
 from moe_comm.layers.moe.config import MoEGroups
+from moe_comm.topology.balance import Balance
 
 VOCAB, HIDDEN = 32, 16
 
@@ -78,11 +80,25 @@ class Kind:
         return self.build(group, **self.options, **etp)
 
 
-def gpt(group: Any, *, experts: int = 5, recompute: bool | None = None, etp: int = 1, **options: Any) -> GPT:
+LENT = DispatchOptions(balance=Balance(rows=1.0, worth=0))
+
+
+def gpt(
+    group: Any,
+    *,
+    experts: int = 5,
+    recompute: bool | None = None,
+    etp: int = 1,
+    dispatch: DispatchOptions | None = None,
+    **options: Any,
+) -> GPT:
     config = MoEConfig(hidden=HIDDEN, ffn=24, router=RouterConfig(experts, 2), **options)
-    return GPT(
-        lambda layer: MoELayer.build(config, MoEGroups(group, etp), seed=layer, label=f"blocks.{layer}"), recompute
-    )
+
+    def build(layer: int) -> MoELayer:
+        groups = MoEGroups(group, etp)
+        return MoELayer.build(config, groups, seed=layer, label=f"blocks.{layer}", options=dispatch)
+
+    return GPT(build, recompute)
 
 
 def gpt_shared_frozen(group: Any) -> GPT:
@@ -123,12 +139,12 @@ _SMALL: dict[str, Any] = {
 }
 
 
-def qwen3(group: Any, *, recompute: bool = False) -> nn.Module:
+def qwen3(group: Any, *, recompute: bool = False, **swap: Any) -> nn.Module:
     config = Qwen3MoeConfig(**_SMALL, moe_intermediate_size=24, head_dim=8, num_experts=4)
     model = Qwen3MoeForCausalLM(config)
     if recompute:
         model.activation_checkpointing_enable()
-    return swap_moe(model, group or this_rank())  # type: ignore[no-any-return]
+    return swap_moe(model, group or this_rank(), **swap)  # type: ignore[no-any-return]
 
 
 def mixtral(group: Any) -> nn.Module:
@@ -153,6 +169,9 @@ KINDS = {
     "gpt, reentrant checkpointing": Kind(gpt, {"recompute": True}),
     "qwen3, checkpointing": Kind(qwen3, {"recompute": True}),
     "wrapped qwen3": Kind(wrapped),
+    "gpt, lent experts": Kind(gpt, {"dispatch": LENT}),
+    "gpt, etp 2, lent experts": Kind(gpt, {"experts": 4, "dispatch": LENT}, etp=2),
+    "qwen3, lent experts": Kind(qwen3, {"options": LENT}),
 }
 
 _GROUPS: dict[tuple[int, int], Any] = {}

@@ -63,6 +63,11 @@ def test_four_ranks_train_as_one_process(kind: str, pool4: RankPool) -> None:
     check(pool4, some_cases(kind, 4 - 2 * (MODELS.index(kind) % 2)))
 
 
+def test_fsdp_trains_lent_experts_on_four_ranks(pool4: RankPool) -> None:
+    kinds = {kind: 4 - 2 * ("gpt, lent" in kind) for kind in KINDS if "lent" in kind}
+    check(pool4, [Case(kind, "fsdp", ep, "adamw", "our clip", accumulate=2) for kind, ep in kinds.items()])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", MODELS)
@@ -91,6 +96,7 @@ OPTIONS = [
     Case("wrapped qwen3", "own sum", 2),
     Case("gpt, checkpointing", "ddp", 2, ddp={"static_graph": True}),
     *(Case("gpt, balance loss", loop, 2) for loop in LOOPS),
+    *(Case(kind, "fsdp", 2) for kind in ("gpt, lent experts", "qwen3, lent experts")),
     *(Case(kind, loop, 2) for kind in KINDS if "checkpointing" in kind for loop in LOOPS),
 ]
 

@@ -197,6 +197,12 @@ class ExpertCopies:
     def forget(self) -> None:
         """Begin the next step as a run that resumes does. Called on all ranks."""
 
+    def shard(self, dtype: torch.dtype | None) -> None:
+        """FSDP shards the parameters, and gathers them in ``dtype``; None: theirs. Called on all ranks."""
+        raise ConfigError(
+            f"FSDP cannot shard the experts of {self._label!r}, which have slots for copies on other ranks"
+        )
+
     def take_tally(self) -> Tensor | None:
         """Return counts of lent experts that are on the device; None: there are none."""
         return None
@@ -221,11 +227,16 @@ class ExpertCopies:
 
     def _start_sending(self, copies: Iterable[tuple[int, int, int]], what: str) -> Callable[[], None]:
         """Start ``_send``. Return a function that waits until this rank's slots have their weights; collective."""
-        stacks = [self._stack(name) for name in self._params()]
+        sources, slots = self._buffers()
         transfers = [self._transfer_of(*one) for one in copies]
-        sent, finish = start_rows(channel_of(self._shards.group), transfers, stacks, into(stacks), what)
+        sent, finish = start_rows(channel_of(self._shards.group), transfers, sources, into(slots), what)
         self.published_bytes += sent
         return finish
+
+    def _buffers(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the tensors with the experts of this rank, and those with the slots for copies."""
+        stacks = [self._stack(name) for name in self._params()]
+        return stacks, stacks
 
     @torch.no_grad()
     def _add(

@@ -20,8 +20,8 @@ from moe_comm.dispatch.peer_to_peer.lending import DevicePlan, ExpertStacks, Len
 from moe_comm.gpu.heap import HeapBlock
 from moe_comm.layers.data_parallel.copies import CallPlan, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
-from moe_comm.layers.data_parallel.lending import LentCall, LentExperts
-from moe_comm.layers.data_parallel.lent_gradients import LentGradients
+from moe_comm.layers.data_parallel.lending import LentExperts
+from moe_comm.layers.data_parallel.lent_call import LentCall, LentGradients
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance
 
@@ -71,13 +71,8 @@ class DeviceLentExperts(LentExperts):
 
     @property
     def plans_on_device(self) -> bool:
-        gradients = getattr(self._experts, "expert_gradients", None)
         dtypes = {(param.dtype, param.device) for param in self.parameters}
-        return (
-            self._shards.sizes["etp"] == 1
-            and len(dtypes) == 1
-            and not (gradients is not None and gradients.prepared_for_fsdp)
-        )
+        return self._shards.sizes["etp"] == 1 and len(dtypes) == 1 and not self._sharded
 
     def prefetch(self) -> None:
         """Start to send the weights of residents if calls are planned on the CPU."""

@@ -12,6 +12,10 @@ another call has used these. Experts then compute with one tensor of each parame
 a slot already are not sent again. Plans prefer them: in inference all of them, and in training only those of residents
 (``residents.py``), which do not change until weights change, because recomputation must find the same plan.
 
+FSDP2 gathers the parameters when the experts are called, and frees them afterwards. Each call sends its weights there,
+after the dispatch, into slots that are not in the stacks (``LentCall.others``). The parameters enter the autograd graph
+there as well, so their gradients are complete before FSDP2 reduces them. There are no residents.
+
 The gradient of a lent expert is that of its home, then those of the other ranks in order, added in fp32 and rounded
 once. So the experts write all gradients of a call that lends in fp32, and not as results of autograd. The home reads
 those of other ranks where they are in shared memory. After backward the gradients of the parameters are complete.
@@ -21,8 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -32,56 +34,16 @@ from moe_comm.comm.agree import digest as checksum
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, into, share_blocks, transfer_rows
 from moe_comm.errors import ConfigError, RankMismatch
-from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Values, entered
-from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, entered
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.lent_adapters import Adapters, Loan, lend_adapters
-from moe_comm.layers.data_parallel.lent_gradients import LentGradients, Orient
+from moe_comm.layers.data_parallel.lent_call import LentCall, LentGradients
 from moe_comm.layers.data_parallel.residents import Residents
 from moe_comm.runtime.row_plan import choose_rows
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, rows_of_ranks
 
 EMPTY = -1
-
-
-@dataclass(eq=False, slots=True)
-class LentCall:
-    """A call with its plan, and what its experts compute with.
-
-    Attributes:
-        plan: the plan, a ``CallPlan`` or one on the device.
-        slots: slots with rows on this rank, or empty ones before them: its experts, then those that are lent to it.
-        values: the parameters, or their stacks; {} if no expert is lent.
-        others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
-        gradients: of all these experts; None without a backward pass.
-        slots_TK: ids of slots for the dispatch; None: they follow from the plan on the CPU.
-        adapters: of the experts in the slots; {} if no expert is lent.
-        receive_adapters: receives those of lent experts. Collective; called once, before the experts run.
-    """
-
-    plan: Any
-    slots: int
-    values: Values = field(default_factory=dict)
-    others: Sequence[Values] = ()
-    gradients: LentGradients | None = None
-    slots_TK: Tensor | None = None
-    adapters: Adapters = field(default_factory=dict)
-    receive_adapters: Callable[[], None] = lambda: None
-
-    def experts(self, mlp: ExpertMLP, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> ExpertMLP:
-        """Return ``mlp``, which has the tensors of ``values``, with the other experts, and outputs for gradients.
-
-        Args:
-            weights, gradients: as ``mlp`` needs them. Gradients are views.
-            b2_columns: columns of the last bias that the parameter has; None: all.
-        """
-        if not self.values:
-            # Not the parameters: their gradients would go to ``main_grad``, and those of calls that lend to ``grad``.
-            return mlp.with_tensors([None if one is None else one.view_as(one) for one in mlp.tensors])
-        others = tuple(tuple(weights(one)) for one in self.others)
-        wide = None if self.gradients is None else partial(self.gradients.outputs, gradients)
-        return replace(mlp, others=others, wide=wide, b2_columns=b2_columns)
 
 
 class LentExperts(ExpertCopies):
@@ -105,6 +67,7 @@ class LentExperts(ExpertCopies):
         label: str = "",
     ) -> None:
         self.balance, self._in_place = balance, in_place
+        self._sent_dtype: torch.dtype | None = None  # of the weights that FSDP gathers
         self._memory: list[Tensor] = []  # this rank's parameters in shared memory
         self._peers: list[dict[str, Tensor]] = []  # parameters of all ranks of the group, [homes, ...] by name
         super().__init__(experts, shards, placement, label)
@@ -127,7 +90,7 @@ class LentExperts(ExpertCopies):
         self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the buffers of each rank
         self._seen: list[tuple[int, int]] = []
         self._due = self._stale = False  # residents may change; the weights of all ranks have. Equal on all ranks
-        self._residents = Residents(slots)
+        self._residents = self._no_residents()
         self._arriving: Callable[[], None] | None = None  # waits for the weights of residents that are being sent
 
     @property
@@ -141,7 +104,20 @@ class LentExperts(ExpertCopies):
 
     def forget(self) -> None:
         """Choose no residents before the next step has ended: they are not part of checkpoints. Called on all ranks."""
-        self._residents = Residents(self.placement.slots or 0)
+        self._residents = self._no_residents()
+
+    def _no_residents(self) -> Residents:
+        return Residents(0 if self._sharded else self.placement.slots or 0)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether FSDP shards the parameters. Equal on all ranks."""
+        return self._sent_dtype is not None or any(map(is_dtensor, self.parameters))
+
+    def shard(self, dtype: torch.dtype | None) -> None:
+        self._sent_dtype = dtype or self.parameters[0].dtype
+        self._memory, self._peers, self._stacks = [], [], {}
+        self.set_placement(self.placement)
 
     def end_step(self) -> None:
         """Choose other residents before the next call, which sends trained weights again. Called on all ranks."""
@@ -149,9 +125,25 @@ class LentExperts(ExpertCopies):
             self.publish()
         self._due = True
 
-    def publish_if_due(self) -> None:
-        """Call ``prefetch``. ``materialize`` sends the other weights that a call needs."""
+    def publish_if_due(self) -> ConfigError | None:
+        """Call ``prefetch``. ``materialize`` sends the other weights that a call needs.
+
+        Returns:
+            An error if FSDP shards experts that compute with one tensor of each parameter.
+        """
         self.prefetch()
+        if not self._sharded or (self.parameters[0].device.type == "cpu" and not self._one_tensor):
+            return None
+        return ConfigError(
+            f"experts of layer {self._label!r} that FSDP shards can be lent (balance) only on the CPU, and without fp8 "
+            'GEMMs. Use DistributedDataParallel, or the trainer\'s sharding = "fsdp", which does not shard experts '
+            "that are lent"
+        )
+
+    @property
+    def _one_tensor(self) -> bool:
+        """Whether the experts compute with one tensor of each parameter: those that are quantized."""
+        return getattr(self._experts, "gemm_dtype", "same") == "fp8"
 
     @torch._disable_dynamo
     def prefetch(self) -> None:
@@ -199,11 +191,12 @@ class LentExperts(ExpertCopies):
         placement, channel = self.placement, channel_of(self._shards.group)
         experts, rank = placement.num_experts, channel.rank
         params = self.parameters
-        if getattr(self._experts, "gemm_dtype", "same") == "fp8":
-            self._in_place = False  # the quantized experts are one tensor of each parameter
+        if self._one_tensor or self._sharded:
+            self._in_place = False
         moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
-        changed = self._seen != self._present()
-        weights, size = sum(param.shape[1:].numel() for param in params), params[0].element_size()
+        changed = self._sharded or self._seen != self._present()
+        weights = sum(param.shape[1:].numel() for param in params)
+        size = (self._sent_dtype or params[0].dtype).itemsize
         costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)), params[0].device.type)
         settings = (*self.balance.words(), *costs)
         own = torch.zeros(experts + 3 + len(settings), dtype=torch.int64, device="cpu")
@@ -248,7 +241,9 @@ class LentExperts(ExpertCopies):
         return CallPlan(lent, places, hashed, rows, counts, len(set(residents).intersection(pairs)))
 
     def _present(self) -> list[tuple[int, int]]:
-        """Return memory and version of each parameter."""
+        """Return memory and version of each parameter; [] if FSDP shards them, which changes both."""
+        if self._sharded:
+            return []
         return list(zip([param.data_ptr() for param in self.parameters], self._present_versions(), strict=True))
 
     def _places(self, pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -305,26 +300,71 @@ class LentExperts(ExpertCopies):
         """Plan a call and send the weights of lent experts, before its rows are dispatched. Collective.
 
         ids_TK and errors are those of ``plan``. The parameters enter the autograd graph before the dispatch, so
-        their backward, which returns gradients, follows that of the dispatch: no rows are in flight then.
+        their backward, which returns gradients, follows that of the dispatch: no rows are in flight then. Those that
+        FSDP shards enter it when the experts run.
         """
         plan, ep = self.plan(ids_TK, torch.is_grad_enabled()), self._shards.place["ep"]
-        homes, own = self.placement.homes_per_rank[ep], plan.of_rank(ep)
-        slots = homes + max(own, default=-1) + 1
+        call = LentCall(plan, self.placement.homes_per_rank[ep] + max(plan.of_rank(ep), default=-1) + 1)
+        if self._sharded:
+            call.enter = self._enter
+        else:
+            self._enter(call)
+        return call
+
+    def _enter(self, call: LentCall) -> None:
+        """Send the weights of the experts that ``call`` lends, and set what its experts compute with. Collective."""
+        plan, ep = call.plan, self._shards.place["ep"]
         self.materialize(plan)
         if not plan.lent:
-            return LentCall(plan, slots)
-        others = [self._peer(expert) for expert in own.values()] if self._in_place else []
-        stacks = {
-            name: param.detach() if self._in_place else self._stack(name)[:slots].data
+            return
+        homes, stacked = self.placement.homes_per_rank[ep], not (self._in_place or self._sharded)
+        if self._sharded:
+            names, slots = list(self._params()), self._buffers()[1]
+            call.others = [
+                {name: rows[at : at + 1] for name, rows in zip(names, slots, strict=True)}
+                for at in range(call.slots - homes)
+            ]
+        elif self._in_place:
+            call.others = [self._peer(expert) for expert in plan.of_rank(ep).values()]
+        call.values = stacks = {
+            name: self._stack(name)[: call.slots].data if stacked else param.detach()
             for name, param in self._params().items()
         }
         trained = self._trained() if torch.is_grad_enabled() else {}
         if not trained:
-            return LentCall(plan, slots, stacks, others)
-        count, channel = homes if self._in_place else slots, channel_of(self._shards.group)
-        gradients = LentGradients(trained, count, len(others) if self._in_place else None, channel)
-        values = entered(stacks, trained, lambda names, _: self.return_gradients(plan, gradients, names))
-        return LentCall(plan, slots, values, others, gradients)
+            return
+        count, channel = call.slots if stacked else homes, channel_of(self._shards.group)
+        gradients = LentGradients(trained, count, None if stacked else len(call.others), channel)
+        call.gradients = gradients
+        call.values = entered(stacks, trained, lambda names, _: self.return_gradients(plan, gradients, names))
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        gradients = getattr(self._experts, "expert_gradients", None)
+        frozen = set() if gradients is None else gradients.frozen_by_fsdp
+        # A rank without experts returns the gradients of those that it is lent.
+        params = {name: nn.Parameter(p.detach()) if name in frozen else p for name, p in self._params().items()}
+        return {name: param for name, param in params.items() if param.requires_grad}
+
+    def stacked(self) -> dict[str, Tensor]:
+        if not self._sharded:
+            return super().stacked()
+        return {name: torch.cat(parts) for name, *parts in zip(self._params(), *self._buffers(), strict=True)}
+
+    def _buffers(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        if not self._sharded:
+            return super()._buffers()
+        params = {name: param.detach() for name, param in self._params().items()}
+        for name, param in params.items():
+            slots = self._stacks.get(name)
+            if slots is None or (slots.dtype, slots.device) != (param.dtype, param.device):
+                self._stacks[name] = param.new_zeros(self.placement.slots or 0, *param.shape[1:])
+        return list(params.values()), [self._stacks[name] for name in params]
+
+    @property
+    def _first_slots(self) -> Sequence[int]:
+        """For each rank, the row of its first slot for copies in the tensors of ``_buffers``."""
+        homes = self.placement.homes_per_rank
+        return [0] * len(homes) if self._sharded else homes
 
     def lend_adapters(self, call: LentCall, adapters: Adapters) -> None:
         """Add the adapters of the experts of ``call`` to it, which lends experts. adapters: those of this rank."""
@@ -369,11 +409,11 @@ class LentExperts(ExpertCopies):
     def _start(self, pairs: Sequence[tuple[int, int]], places: Sequence[int], what: str) -> Callable[[], None] | None:
         """Start to send the weights of (expert, rank) that are not in their slots ``places``. Collective if there are
         any. Return a function that waits for them; None: there are none."""
-        homes, fresh = self.placement.homes_per_rank, list[tuple[int, int, int]]()
+        first, fresh = self._first_slots, list[tuple[int, int, int]]()
         for (expert, rank), place in zip(pairs, places, strict=True):
             if self._held[rank][place] != expert:
                 self._held[rank][place] = expert
-                fresh.append((expert, rank, homes[rank] + place))
+                fresh.append((expert, rank, first[rank] + place))
         if not fresh:
             return None
         unchanged = self._seen == self._present()

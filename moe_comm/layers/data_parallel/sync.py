@@ -191,7 +191,7 @@ def prepare_fsdp(
         ``model``.
 
     Raises:
-        ConfigError: experts may have copies on other ranks.
+        ConfigError: experts have slots for copies on other ranks.
         UnsupportedModel: several experts modules have the same parameter.
         RankMismatch: weights that must be equal differ between ranks; on every rank. Load or initialize the weights
             before this call, or build the model on "meta". ``skip_gradient_checks`` disables the check.
@@ -210,8 +210,8 @@ def prepare_fsdp(
     for name, module, gradients in expert_modules(model):
         if gradients.shards.listed:
             raise ConfigError(f"FSDP cannot shard the experts in a ModuleList ({name!r}); mark stacked parameters")
-        if getattr(module, "copies", None) is not None:
-            raise ConfigError(f"FSDP cannot shard the experts of {name!r}, which may have copies on other ranks")
+        if (copies := getattr(module, "copies", None)) is not None:
+            copies.shard(getattr(options.get("mp_policy"), "param_dtype", None))
         edp = gradients.edp_group(group, registered=True)
         if edp is None:
             single = single or dist.new_group([dist.get_rank()], use_local_synchronization=True)

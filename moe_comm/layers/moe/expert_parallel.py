@@ -37,7 +37,7 @@ from moe_comm.topology.balance import intervals, rows_of_ranks, share_rows
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies
-    from moe_comm.layers.data_parallel.lending import LentCall
+    from moe_comm.layers.data_parallel.lent_call import LentCall
     from moe_comm.overlap.options import Overlap
 
 
@@ -269,7 +269,7 @@ class ExpertParallel(ParallelModule):
             lent: LentCall = copies.begin_on_device(on_device, ids_TK, self.training)
         else:
             lent = copies.begin(ids_TK)
-        if lent.values and (adapters := getattr(experts, "adapters", None)):
+        if (adapters := getattr(experts, "adapters", None)) and lent.plan.lent:
             copies.lend_adapters(lent, adapters)
         self.last_plan = plan = lent.plan
         if self.training and on_device is None:
@@ -378,7 +378,9 @@ class ExpertParallel(ParallelModule):
             call = uncounted_call(dispatcher, x_TD, ids_TK, weights_TK, label=self.label, observed=observed)
             call.lent = lent
             return call
-        if self.overlap is None:
+        # Lent experts that FSDP shards communicate between the dispatch and combine, also in backward.
+        overlap = None if lent is not None and lent.enter is not None and lent.plan.lent else self.overlap
+        if overlap is None:
             call = serial_call(
                 dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, observed=observed
             )
@@ -392,7 +394,7 @@ class ExpertParallel(ParallelModule):
             x_TD,
             ids_TK,
             weights_TK,
-            self.overlap,
+            overlap,
             width=width,
             beside=(beside_columns(beside[0], top_k), beside_columns(beside[1], top_k)),
             label=self.label,
@@ -413,7 +415,8 @@ class ExpertParallel(ParallelModule):
         counts, copies, lent = call.handle.rows_per_expert, getattr(experts, "copies", None), call.lent
         if copies is None or lent is None:
             return counts
-        copies.materialize(lent.plan)
+        if lent.values:
+            copies.materialize(lent.plan)
         return counts if isinstance(counts, DeviceCounts) else counts[: lent.slots]
 
     def _follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:

@@ -1,16 +1,20 @@
-"""Memory for the gradients of the experts that a rank computes in a call that lends experts (``lending.py``)."""
+"""A call that lends experts (``lending.py``): what its experts compute with, and memory for their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.sparse_rows import aligned_bytes, new_block
-from moe_comm.kernels.expert_mlp import Gradients
+from moe_comm.kernels.expert_mlp import ExpertMLP, Gradients
 from moe_comm.layers.data_parallel.copies import Values
+from moe_comm.layers.data_parallel.lent_adapters import Adapters
 from moe_comm.runtime.memory import warm_rows
 
 Orient = Callable[[Values], Sequence[Tensor | None]]
@@ -67,3 +71,51 @@ class LentGradients:
         self.others = {
             name: part.unflatten(1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
+
+
+@dataclass(eq=False, slots=True)
+class LentCall:
+    """A call with its plan, and what its experts compute with.
+
+    Attributes:
+        plan: the plan, a ``CallPlan`` or one on the device.
+        slots: slots with rows on this rank, or empty ones before them: its experts, then those that are lent to it.
+        values: the parameters, or their stacks; {} if no expert is lent.
+        others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
+        gradients: of all these experts; None without a backward pass.
+        slots_TK: ids of slots for the dispatch; None: they follow from the plan on the CPU.
+        adapters: of the experts in the slots; {} if no expert is lent.
+        receive_adapters: receives those of lent experts. Collective; called once, before the experts run.
+        enter: sets ``values``, ``others`` and ``gradients`` when the experts run; None: they are set.
+    """
+
+    plan: Any
+    slots: int
+    values: Values = field(default_factory=dict)
+    others: Sequence[Values] = ()
+    gradients: LentGradients | None = None
+    slots_TK: Tensor | None = None
+    adapters: Adapters = field(default_factory=dict)
+    receive_adapters: Callable[[], None] = lambda: None
+    enter: Callable[[LentCall], None] | None = None
+
+    def entered(self) -> Values:
+        """Return ``values``. Call it where the parameters are complete. Collective if ``enter`` is set."""
+        if self.enter is not None:
+            enter, self.enter = self.enter, None
+            enter(self)
+        return self.values
+
+    def experts(self, mlp: ExpertMLP, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> ExpertMLP:
+        """Return ``mlp``, which has the tensors of ``values``, with the other experts, and outputs for gradients.
+
+        Args:
+            weights, gradients: as ``mlp`` needs them. Gradients are views.
+            b2_columns: columns of the last bias that the parameter has; None: all.
+        """
+        if not self.values:
+            # Not the parameters: their gradients would go to ``main_grad``, and those of calls that lend to ``grad``.
+            return mlp.with_tensors([None if one is None else one.view_as(one) for one in mlp.tensors])
+        others = tuple(tuple(weights(one)) for one in self.others)
+        wide = None if self.gradients is None else partial(self.gradients.outputs, gradients)
+        return replace(mlp, others=others, wide=wide, b2_columns=b2_columns)
