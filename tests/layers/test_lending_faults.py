@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import moe_comm
 from moe_comm.errors import MoeCommError, PeerDied, RankMismatch
 from moe_comm.layers.data_parallel import copies, lending
 from moe_comm.topology.balance import Lent, digest
@@ -27,13 +28,15 @@ class Death:
     """Where rank 1 is killed.
 
     what: the transfer; "" for the exchange of counts. received: when rank 1 has rows of others, which do not know that
-    it has read them. False: before it sends. error: part of the errors of the other ranks.
+    it has read them. False: before it sends. error: part of the errors of the other ranks. sharded: FSDP2 shards the
+    experts, whose weights are sent between the dispatch and the combine.
     """
 
     backend: str
     what: str
     received: bool = False
     error: str = ""
+    sharded: bool = False
 
 
 DEATHS = [
@@ -44,6 +47,9 @@ DEATHS = [
     Death("all_to_all", "returning the gradients", error="returning the gradients"),
     Death("shared_memory", "returning the gradients", error="returning the gradients"),
     Death("shared_memory", "returning the gradients", received=True, error="returning the gradients"),
+    Death("shared_memory", "lending experts", error="lending experts", sharded=True),
+    Death("all_to_all", "lending experts", error="lending experts", sharded=True),
+    Death("shared_memory", "returning the gradients", error="returning the gradients", sharded=True),
 ]
 
 
@@ -86,6 +92,8 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
 def lose_rank_1(rank: int, world: int, death: Death) -> tuple[tuple[str, str], tuple[str, str]]:
     """Train until rank 1 is killed. Return the error of this rank, and that of its next call."""
     layer = build(ALWAYS, Run(death.backend))
+    if death.sharded:
+        moe_comm.prepare_fsdp(layer)
     sends = death.received is death.what.startswith("returning")  # rank 1 lends experts
     x, routing = routed(layer, Run(), rank, 2 if sends else 0)
     layer(x, routing).sum().backward()
@@ -102,7 +110,7 @@ def lose_rank_1(rank: int, world: int, death: Death) -> tuple[tuple[str, str], t
     return error_of(lambda: [layer(x, routing).sum().backward() for _ in range(2)]), error_of(lambda: layer(x, routing))
 
 
-@pytest.mark.parametrize("death", DEATHS, ids=lambda one: f"{one.backend}, {one.what}, {one.received}")
+@pytest.mark.parametrize("death", DEATHS, ids=str)
 def test_a_rank_killed_while_experts_are_lent_is_named_and_leaves_nothing(
     pools: dict[int, RankPool], death: Death
 ) -> None:

@@ -279,12 +279,12 @@ def train_with_ddp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     return adapters_of(moe_comm.state_dict(ddp))
 
 
-def train_with_fsdp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+def train_with_fsdp(rank: int, world: int, folder: str, options: DispatchOptions | None = None) -> dict[str, Tensor]:
     from torch.distributed.fsdp import fully_shard
 
     ids = batch(world)
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    model = adapted(swap_moe(small_model(), group), ALL)
+    model = adapted(swap_moe(small_model(), group, options=options), ALL)
     moe_comm.prepare_fsdp(model)
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
@@ -294,10 +294,15 @@ def train_with_fsdp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     moe_comm.clip_grad_norm_(model, 1.0)
     optimizer.step()
     moe_comm.save_swapped(model, folder)
+    assert options is None or all(one.last_plan.lent for one in swapped_experts(model).values())
     return adapters_of(moe_comm.state_dict(model))
 
 
-@pytest.mark.parametrize("loop", [train_with_ddp, train_with_fsdp])
+def train_lent_experts_with_fsdp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    return train_with_fsdp(rank, world, folder, DispatchOptions(balance=Balance(rows=1.0, worth=0)))
+
+
+@pytest.mark.parametrize("loop", [train_with_ddp, train_with_fsdp, train_lent_experts_with_fsdp])
 def test_ddp_and_fsdp_train_and_save_adapters_as_one_process(loop: Any, tmp_path: Path, pool4: RankPool) -> None:
     ids = batch(4)
     model = adapted(small_model(), ALL)
