@@ -168,9 +168,18 @@ p2p::Sending sending_of(const SendingWords& how) {
 }
 
 using Buffers4 = std::array<int64_t, 4>;
-using Buffers5 = std::array<int64_t, 5>;
+using Buffers6 = std::array<int64_t, 6>;
 
 p2p::Lending lending_of(const Buffers4& words) { return {words[0], words[1], words[2], words[3]}; }
+
+p2p::Lending lending_of(Buffers4 words, int64_t plan_at) {
+  words[3] = plan_at;
+  return lending_of(words);
+}
+
+p2p::LendSettings settings_of(const std::array<int64_t, 6>& words) {
+  return {words[0], words[1], words[2], words[3], words[4], words[5]};
+}
 
 // Words of a header (comm/header.py): its number, and the number of the dispatch above kCallShift.
 constexpr size_t kSeqWord = 1, kOriginWord = 7;
@@ -204,35 +213,35 @@ void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
   plan.def(
           "record_dispatch",
           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header, const std::array<int64_t, 4>& numbers,
-             const Buffers4& of, const Buffers5& at, const std::array<int64_t, 3>& sizes, const SendingWords& sending) {
+             const Buffers4& of, const Buffers6& at, const std::array<int64_t, 3>& sizes, const SendingWords& sending) {
             record_operation(record, std::move(self), header, numbers,
                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
-                               const auto& [rows, ids, place, x, counts] = at;
+                               const auto& [rows, ids, place, x, counts, digest] = at;
                                const auto& [room, chunk, stride] = sizes;
                                input.offer[p2p::kRowsAt] = address(rows) - block;
                                input.offer[p2p::kRoom] = room;
                                p2p::Sending how = sending_of(sending);
                                how.own_counts_at = address(counts);
+                               how.digest_at = address(digest);
                                p.dispatch(input, {{of[0], of[1]}, address(ids), address(place), chunk},
                                           {address(x), stride, of[2], of[3]}, how, {});
                              });
           })
-      .def(
-          "record_sum",
-          [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header, const std::array<int64_t, 4>& numbers,
-             const Buffers4& of, const std::array<int64_t, 6>& at, int64_t blocks) {
-            record_operation(record, std::move(self), header, numbers,
-                             [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
-                               const auto& [rows, place, weights, y, offered, words] = at;
-                               if (rows >= 0) input.offer[p2p::kRowsAt] = address(rows) - block;
-                               if (offered >= 0) input.offer[p2p::kScalesAt] = address(offered) - block;
-                               p.combine(input, blocks, {of[0], of[1]}, {address(y), 0, of[2], of[3]},
-                                         {address(place), address(weights), address(words)});
-                             });
-          })
+      .def("record_sum",
+           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
+              const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers6& at, int64_t blocks) {
+             record_operation(record, std::move(self), header, numbers,
+                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                                const auto& [rows, place, weights, y, offered, words] = at;
+                                if (rows >= 0) input.offer[p2p::kRowsAt] = address(rows) - block;
+                                if (offered >= 0) input.offer[p2p::kScalesAt] = address(offered) - block;
+                                p.combine(input, blocks, {of[0], of[1]}, {address(y), 0, of[2], of[3]},
+                                          {address(place), address(weights), address(words)});
+                              });
+           })
       .def("record_spread", [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
-                               const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers5& at,
-                               const std::array<int64_t, 2>& sizes) {
+                               const std::array<int64_t, 4>& numbers, const Buffers4& of,
+                               const std::array<int64_t, 5>& at, const std::array<int64_t, 2>& sizes) {
         record_operation(record, std::move(self), header, numbers,
                          [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
                            const auto& [rows, place, x, offered, words] = at;
@@ -245,12 +254,48 @@ void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
       });
 }
 
+// lending: as in lend, pull and collect, without the plan, whose buffer is in `at`.
+void bind_recorded_lending(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
+  using p2p::Plan;
+  using p2p::Record;
+  plan.def("record_lend",
+           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
+              const std::array<int64_t, 4>& numbers, const std::array<int64_t, 3>& of, const std::array<int64_t, 3>& at,
+              const Buffers4& lending, const std::array<int64_t, 6>& settings) {
+             record_operation(record, std::move(self), header, numbers,
+                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t) {
+                                const auto& [tokens, top_k, chunk] = of;
+                                p.lend(input, {{tokens, top_k}, address(at[0]), address(at[1]), chunk},
+                                       lending_of(lending, address(at[2])), settings_of(settings));
+                              });
+           })
+      .def("record_pull",
+           [](std::shared_ptr<Plan> self, Record& record, size_t plan_words, const Buffers4& lending,
+              const Buffers4& sizes, const std::array<int64_t, 3>& how) {
+             record.add([=, plan = std::move(self)](const Record::Addresses& at, uintptr_t) {
+               plan->pull(lending_of(lending, at.at(plan_words)), sizes, how[0], how[1], how[2]);
+             });
+           })
+      .def("record_collect", [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
+                                const std::array<int64_t, 4>& numbers, const Buffers6& at, const Buffers4& lending,
+                                const Buffers4& sizes, const std::array<int64_t, 2>& how) {
+        record_operation(record, std::move(self), header, numbers,
+                         [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                           const auto& [grads, plan_words, out_0, out_1, out_2, out_3] = at;
+                           input.offer[p2p::kRowsAt] = address(grads) - block;
+                           p.collect(input, lending_of(lending, address(plan_words)), sizes,
+                                     {address(out_0), address(out_1), address(out_2), address(out_3)}, how[0], how[1]);
+                         });
+      });
+}
+
 void bind_plan(py::module_& m) {
   using p2p::Plan;
   using Release = py::gil_scoped_release;
   py::class_<Plan, std::shared_ptr<Plan>> plan(
       m, "P2pPlan", "The operations of one rank, each as a sequence of kernel launches. See cuda/plan.h.");
   bind_recorded(plan);
+  bind_recorded_lending(plan);
   plan.def(py::init([](std::shared_ptr<p2p::Starter> starter, const std::array<int64_t, 9>& group,
                        std::vector<int64_t> offsets, int64_t headers_at, int64_t all_headers_at, int64_t host_counts_at,
                        int64_t left_at) {
@@ -305,10 +350,8 @@ void bind_plan(py::module_& m) {
            [](Plan& p, const py::bytes& header, int64_t slot, int64_t tokens, int64_t top_k, int64_t ids_at,
               int64_t place_at, int64_t chunk, const Buffers4& lending, const std::array<int64_t, 6>& settings) {
              const p2p::MeetInput t = meet_args(header, slot, {0, 0, 0, 0, -1});
-             const auto& [rows, memory, row_ns, copy_ns, work_at, tally_at] = settings;
-             const p2p::LendSettings how = {rows, memory, row_ns, copy_ns, work_at, tally_at};
              Release release;
-             p.lend(t, {{tokens, top_k}, ids_at, place_at, chunk}, lending_of(lending), how);
+             p.lend(t, {{tokens, top_k}, ids_at, place_at, chunk}, lending_of(lending), settings_of(settings));
            })
       .def(
           "pull",

@@ -695,6 +695,37 @@ class P2pPlan:
         blocks: int,
         /,
     ) -> None: ...
+    def record_lend(
+        self,
+        record: GpuRecord,
+        header: bytes,
+        numbers: Sequence[int],
+        of: Sequence[int],
+        at: Sequence[int],
+        lending: Sequence[int],
+        settings: Sequence[int],
+        /,
+    ) -> None: ...
+    def record_pull(
+        self,
+        record: GpuRecord,
+        plan_words: int,
+        lending: Sequence[int],
+        sizes: Sequence[int],
+        how: Sequence[int],
+        /,
+    ) -> None: ...
+    def record_collect(
+        self,
+        record: GpuRecord,
+        header: bytes,
+        numbers: Sequence[int],
+        at: Sequence[int],
+        lending: Sequence[int],
+        sizes: Sequence[int],
+        how: Sequence[int],
+        /,
+    ) -> None: ...
     def record_spread(
         self,
         record: GpuRecord,

@@ -343,6 +343,7 @@ def backward_in_one_buffer(
     w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
     (needs_rows, needs_w13, needs_w2, needs_b13, needs_b2), (rows_into, sum_rows) = needs, moves
     summed = grad_w13 = grad_w2 = grad_b13 = grad_b2 = None
+    out_w13, out_w2, out_b13, out_b2 = mlp.new_gradients(needs[1:]) if mlp.wide is not None else (None,) * 4
     shape = grad_RD.shape[0], w13_EGD.shape[1]
     needs_dots = weights is not None and weights.dots_N is not None
     grad_h_RG = grad_RD.new_empty(shape) if needs_rows or needs_w13 or needs_b13 or needs_dots else None
@@ -360,15 +361,15 @@ def backward_in_one_buffer(
     elif needs_w2:
         weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:
-        grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
+        grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E, out_w2)
     if needs_b2 and b2_ED is not None:
         weights_R = None if weights is None else _of_rows(weights, grad_RD.shape[0])
-        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, weights_R)
+        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, weights_R, out_b2)
     if grad_h_RG is not None and needs_b13 and b13_EG is not None:
-        grad_b13 = bias_grad(b13_EG, grad_h_RG, counts_E)
+        grad_b13 = bias_grad(b13_EG, grad_h_RG, counts_E, out_EN=out_b13)
     if grad_h_RG is not None and needs_rows:
         grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_RD)
         summed = sum_rows(grad_RD)
     if grad_h_RG is not None and needs_w13:
-        grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_into(grad_RD), counts_E)
+        grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_into(grad_RD), counts_E, out_w13)
     return summed, (grad_w13, grad_w2, grad_b13, grad_b2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,13 +31,17 @@ def pool() -> Iterator[RankPool]:
             yield pool
 
 
-@pytest.mark.parametrize(
-    ("backend", "overlap"),
-    [("all_to_all", None), ("peer_to_peer", None), ("peer_to_peer", Overlap(executor="device"))],
-    ids=["all_to_all", "peer_to_peer", "device executor"],
-)
-def test_lent_experts_keep_the_bits(backend: str, overlap: Overlap | None, pool: RankPool) -> None:
-    compare(pool, run_layer, 2, Run(backend, overlap=overlap, dtype=BF16, device="cuda"))
+RUNS = {
+    "all_to_all": Run("all_to_all"),
+    "peer_to_peer": Run("peer_to_peer"),
+    "device executor": Run("peer_to_peer", overlap=Overlap(executor="device")),
+    "planned on the device": Run("peer_to_peer", capacity=96),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_lent_experts_keep_the_bits(run: Run, pool: RankPool) -> None:
+    compare(pool, run_layer, 2, replace(run, dtype=BF16, device="cuda"))
 
 
 @pytest.mark.parametrize(("inner", "columns"), [(512, 384), (200, 136)])

@@ -10,9 +10,10 @@ A stack has a rank's experts, and then its slots for copies. All ranks map the s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +21,19 @@ from torch import Tensor
 from moe_comm.comm.header import LEND, RETURN
 from moe_comm.dispatch.peer_to_peer.memory import shared_blocks
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation
-from moe_comm.dispatch.peer_to_peer.repeated import RepeatedPrimitives
+from moe_comm.dispatch.peer_to_peer.repeated import RecordedHeader, RepeatedPrimitives, or_none
+from moe_comm.dispatch.peer_to_peer.rows import offset_of
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, Blocks, round_up
-from moe_comm.gpu.heap import HeapBlock
 from moe_comm.gpu.protocol import Offer, chunk_of, words_address
+from moe_comm.kernels.recording import Step, record
 from moe_comm.runtime.memory import DTYPE_CODES
 from moe_comm.runtime.native_core import native
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, Lent
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 TENSORS = 4
 """Maximum number of tensors of a stack."""
@@ -107,9 +112,42 @@ class LentHomes:
         tally = words([0] * COUNTS)
         return cls(words(table), experts, copies, balance, settings, digest, plan_words, work, tally)
 
-    def lending(self, plan: Tensor) -> tuple[int, int, int, int]:
+    def lending(self, plan: Tensor | None) -> tuple[int, int, int, int]:
         """Return the words of MOE_P2P_HOMES."""
         return self.experts, words_address(self.table), self.copies, words_address(plan)
+
+
+class NativeLending(NamedTuple):
+    """What the native calls of a layer lend.
+
+    homes, stacks: of the experts. counted: see ``lend``. sums: shape and dtype of the gradients of w13, w2, b13 and b2;
+    None for those that are not trained.
+    """
+
+    homes: LentHomes
+    stacks: ExpertStacks
+    counted: bool
+    sums: tuple[tuple[torch.Size, torch.dtype] | None, ...]
+
+
+@dataclass(eq=False, slots=True)
+class NativeCall:
+    """What one native call lends.
+
+    Attributes:
+        lends: what all calls of the layer lend.
+        params: w13, w2, b13 and b2 of this rank, or None for missing ones: the call computes with ``lends.stacks``.
+        new_gradients: allocates memory for the gradients of w13, w2, b13 and b2 of all slots (``gradient_stacks``).
+        use_slots: takes the plan, and returns whether its weights have to be copied into the slots for copies, as
+            another call has used these.
+        plan: its words, after the forward pass.
+    """
+
+    lends: NativeLending
+    params: tuple[Any, ...]
+    new_gradients: Callable[[], Sequence[Tensor | None]]
+    use_slots: Callable[[Tensor], bool]
+    plan: Tensor = field(init=False)
 
 
 class DevicePlan:
@@ -190,48 +228,65 @@ class LendingPrimitives(RepeatedPrimitives):
             RankMismatch: ranks have other settings. RoutingError: invalid ids. HeapError: more slots than in the first
                 call, with ``capacity_rows="memory"``. On a GPU as errors of ``check``.
         """
+        self.check_room(ids_TK.numel(), homes, label)
         operation = self._new_operation(LEND, x_TD.shape[1], x_TD.dtype, ids_TK.shape[1], label=label)
         operation.num_experts, operation.placement = homes.experts, homes.digest
-        if self.peer_options.capacity_rows == "memory" and (fault := self._capacity_fault(ids_TK.numel(), homes)):
-            self._raise_fault(fault, operation)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with operation, KernelOperation(self, operation, ids_TK):
-            slots_TK = torch.empty_like(ids_TK)
-            plan = torch.empty(homes.plan_words, dtype=torch.int64, device=self.device)
-            self.queue_lend(self.packed(operation), ids_TK, slots_TK, homes, plan, counted)
+            slots_TK, plan = self.queue_lend(RecordedHeader(self.packed(operation)), ids_TK, homes, counted)
             if self.memory.emulated:
                 self.memory.check(ids_TK)
             self._stream.use_by_caller(slots_TK, plan)
         return slots_TK, plan
 
-    def _capacity_fault(self, slots: int, homes: LentHomes) -> HeapError | None:
-        """Compute ``capacity_rows`` from the (token, slot) pairs of this call, if it is the first one. It is collective
-        then. Return why a later call has no room."""
+    def check_room(self, slots: int, homes: LentHomes, label: str) -> None:
+        """Check that there is room for the rows of a call that lends. The first call is collective.
+
+        slots: (token, slot) pairs of this rank. The first call computes ``capacity_rows`` from them, if that is
+        "memory".
+
+        Raises:
+            HeapError: more slots than in the first call.
+        """
+        if self.peer_options.capacity_rows != "memory":
+            return
         if self._most_slots is None:
             assert self.channel is not None
             what = "the room for rows of a layer that lends experts"
             self._most_slots = max(most for most, _ in self.channel.gather_values((slots, 0), what))
             self.capacity_rows = max(homes.balance.most_rows(self._most_slots), 1)
         if slots <= self._most_slots:
-            return None
-        return HeapError(
+            return
+        fault = HeapError(
             f'rank {self.rank} has {slots} (token, slot) pairs; capacity_rows="memory" has room for those of the '
             f"layer's first call, at most {self._most_slots} on a rank. Make the first call with the most tokens, or "
             "set PeerToPeerOptions.capacity_rows to a number"
         )
+        self.refuse(fault, label=label)
 
     def queue_lend(
-        self, header: bytes, ids_TK: Tensor, slots_TK: Tensor, homes: LentHomes, plan: Tensor, counted: bool
-    ) -> None:
-        """Queue the kernels of ``lend``, which write ``slots_TK`` and ``plan``."""
+        self, header: RecordedHeader, ids_TK: Tensor, homes: LentHomes, counted: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Queue the kernels of ``lend``, whose results are returned."""
         operations, (tokens, top_k) = self.memory.operations, ids_TK.shape
+        slots_TK, plan = torch.empty_like(ids_TK), torch.empty(homes.plan_words, dtype=torch.int64, device=self.device)
         chunk = chunk_of(tokens, top_k)
         at = operations.begin_turn(-(-tokens * top_k // chunk))
         settings = *homes.settings, words_address(homes.work), words_address(homes.tally) if counted else 0
         operations.plan.lend(
-            header, at, tokens, top_k, words_address(ids_TK), words_address(slots_TK), chunk, homes.lending(plan),
-            settings,
+            header.packed, at, tokens, top_k, words_address(ids_TK), words_address(slots_TK), chunk,
+            homes.lending(plan), settings,
         )  # fmt: skip
+
+        def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
+            operations.plan.record_lend(
+                to, header.template, self._numbers(args), (tokens, top_k, chunk), args[2:], homes.lending(None),
+                settings,
+            )  # fmt: skip
+            return True
+
+        record(Step(add, (), (*header.numbers, ids_TK, slots_TK, plan)))
+        return slots_TK, plan
 
     def pull_weights(self, homes: LentHomes, stacks: ExpertStacks, plan: Tensor) -> None:
         """Copy the weights of the experts that this rank is lent into its slots for copies. Does not wait.
@@ -243,12 +298,17 @@ class LendingPrimitives(RepeatedPrimitives):
 
     def queue_pull(self, homes: LentHomes, stacks: ExpertStacks, plan: Tensor) -> None:
         """Queue the kernel of ``pull_weights``."""
-        element = next(iter(stacks.values.values())).element_size()
-        self.memory.operations.plan.pull(
-            homes.lending(plan), _padded(stacks.sizes), words_address(stacks.addresses), element, self._blocks
-        )
+        element, sizes = next(iter(stacks.values.values())).element_size(), _padded(stacks.sizes)
+        how, operations = (words_address(stacks.addresses), element, self._blocks), self.memory.operations
+        operations.plan.pull(homes.lending(plan), sizes, *how)
 
-    def gradient_stacks(self, shapes: Shapes) -> tuple[HeapBlock, dict[str, Tensor]]:
+        def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
+            operations.plan.record_pull(to, args[0], homes.lending(None), sizes, how)
+            return True
+
+        record(Step(add, (), (plan,)))
+
+    def gradient_stacks(self, shapes: Shapes) -> dict[str, Tensor]:
         """Return memory for fp32 gradients of all slots of this rank, [slots, ...] by name, which peers can read.
 
         Raises:
@@ -257,34 +317,42 @@ class LendingPrimitives(RepeatedPrimitives):
         sizes = [one.numel() for one in shapes.values()]
         first, slots = _offsets(self.memory.operations.shape.local_experts, sizes, 4), len(self.local_experts)
         block = self.memory.operations.heap.block(first[-1])
-        values = {
+        return {
             name: block.matrix(start, slots, size, torch.float32).view(slots, *of_one)
             for start, size, (name, of_one) in zip(first, sizes, shapes.items(), strict=False)
         }
-        return block, values
 
     def collect_gradients(
-        self, homes: LentHomes, plan: Tensor, block: HeapBlock, sums: Sequence[Tensor], label: str
+        self, homes: LentHomes, plan: Tensor, grads: Tensor, sums: Sequence[Tensor], label: str
     ) -> None:
         """Add the gradients of lent experts, those of all ranks in order, and round them once. Collective.
 
         Args:
-            block: from ``gradient_stacks``, with the gradients of this rank's slots.
+            grads: the first of ``gradient_stacks``, which have the gradients of this rank's slots.
             sums: outputs [experts of this rank, ...], dense and of one dtype, in the order of the stacks.
         """
         operation = self._new_operation(RETURN, 0, sums[0].dtype, 1, label=label)
         with operation, KernelOperation(self, operation, plan, *sums):
-            self.queue_collect(self.packed(operation), homes, plan, block, sums)
+            self.queue_collect(RecordedHeader(self.packed(operation)), homes, plan, grads, sums)
             self._check_if_blocking()
             self._stream.use_by_caller(*sums)
 
     def queue_collect(
-        self, header: bytes, homes: LentHomes, plan: Tensor, block: HeapBlock, sums: Sequence[Tensor]
+        self, header: RecordedHeader, homes: LentHomes, plan: Tensor, grads: Tensor, sums: Sequence[Tensor]
     ) -> None:
         """Queue the kernels of ``collect_gradients``."""
-        operations = self.memory.operations
-        sizes = [one.shape[1:].numel() for one in sums]
+        operations, sizes = self.memory.operations, _padded([one.shape[1:].numel() for one in sums])
+        how, none = (DTYPE_CODES[sums[0].dtype], self._blocks), [None] * (TENSORS - len(sums))
         operations.plan.collect(
-            header, operations.begin_turn(0), Offer(block.first), homes.lending(plan), _padded(sizes),
-            _padded([one.data_ptr() for one in sums]), DTYPE_CODES[sums[0].dtype], self._blocks,
+            header.packed, operations.begin_turn(0), Offer(offset_of(operations.heap, grads)), homes.lending(plan),
+            sizes, _padded([one.data_ptr() for one in sums]), *how,
         )  # fmt: skip
+
+        def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
+            at = or_none(args[2:])
+            operations.plan.record_collect(
+                to, header.template, self._numbers(args), at, homes.lending(None), sizes, how
+            )
+            return True
+
+        record(Step(add, (), (*header.numbers, grads, plan, *sums, *none)))

@@ -102,9 +102,6 @@ class PeerToPeerPrimitives(Dispatcher):
     ) -> None:
         super().__init__(placement, group, rank, options)
         self.peer_options = self.options.peer_to_peer
-        given = self.peer_options.capacity_rows
-        self.capacity_rows: int | None = None if given == "memory" else given
-        """Rows for which there is room on each rank; None: unknown before a layer's first call, or not fixed."""
         self.device = _indexed(torch.device(device))
         fault: MoeCommError | None = None
         try:

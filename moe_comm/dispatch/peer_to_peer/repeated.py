@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import DISPATCH_FIXED, Header
+from moe_comm.comm.header import DISPATCH_FIXED, LEND, RETURN, Header
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.peer_to_peer.rows import offset_of
@@ -43,7 +43,7 @@ class PassNumbers(NamedTuple):
 
 class HeaderFields(NamedTuple):
     """What the header of an operation of a pass has besides the rows. ahead: number of operations before it in the
-    pass."""
+    pass. experts: their number; None: that of the dispatcher."""
 
     op: str
     ahead: int
@@ -52,6 +52,15 @@ class HeaderFields(NamedTuple):
     extra: int = 0
     trained: int = 0
     placement: int = 0
+    experts: int | None = None
+
+
+class RecordedHeader(NamedTuple):
+    """The packed header of an operation. template, numbers: for a record, the same without numbers, and these."""
+
+    packed: bytes
+    template: bytes = b""
+    numbers: tuple[Number, Number | None] = (Number(0, 0), None)
 
 
 class RepeatedPrimitives(OverlappedPrimitives):
@@ -66,6 +75,12 @@ class RepeatedPrimitives(OverlappedPrimitives):
         return self._repeats
 
     _repeats: bool | None = None
+
+    @cached_property
+    def capacity_rows(self) -> int | None:
+        """Rows for which there is room on each rank; None: unknown before a layer's first call, or not fixed."""
+        rows = self.peer_options.capacity_rows
+        return None if rows == "memory" else rows
 
     @cached_property
     def whole_layers(self) -> dict[str, Any]:
@@ -87,9 +102,9 @@ class RepeatedPrimitives(OverlappedPrimitives):
             call: number of the dispatch.
         """
         return Operation(
-            fields.op, self.calls.next(self._ordinal, count), *rows, top_k, self.num_experts, fields.requires_grad,
-            fields.label, of_call=call, ordinal=self._ordinal, calls=self.calls, dispatcher=self, extra=fields.extra,
-            trained=fields.trained, placement=fields.placement,
+            fields.op, self.calls.next(self._ordinal, count), *rows, top_k, fields.experts or self.num_experts,
+            fields.requires_grad, fields.label, of_call=call, ordinal=self._ordinal, calls=self.calls, dispatcher=self,
+            extra=fields.extra, trained=fields.trained, placement=fields.placement,
         )  # fmt: skip
 
     def heap_rows(self, operation: Operation, *shapes: tuple[int, torch.dtype]) -> list[Tensor]:
@@ -105,31 +120,33 @@ class RepeatedPrimitives(OverlappedPrimitives):
                 self._raise_no_room(problem)
 
     def queue_dispatch(
-        self, x_TD: Tensor, ids_TK: Tensor, rows_CD: Tensor, fields: HeaderFields, numbers: PassNumbers
-    ) -> tuple[Tensor, Tensor]:
+        self, x_TD: Tensor, ids_TK: Tensor, rows_CD: Tensor, fields: HeaderFields, numbers: PassNumbers,
+        digest: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Dispatch into ``rows_CD``. Return the place of each slot, and the rows of each of this rank's experts.
 
+        digest: [1] int64 on the device, which ranks compare.
         More rows than there is room for, and invalid ids, are a fault on every rank; the counts are then zero.
         """
         operations, ((tokens, top_k), (room, hidden)) = self.memory.operations, (ids_TK.shape, rows_CD.shape)
         place_TK = torch.empty_like(ids_TK)
         counts_E = self._new_counts()
-        header, template = self._headers(fields, rows_CD, top_k, numbers)
+        header = self.pass_header(fields, (hidden, rows_CD.dtype), top_k, numbers)
         how = self._sending(self._row_format(x_TD, "dispatch"))._replace(strict=1)
         offer, code = Offer(offset_of(operations.heap, rows_CD), room=room), DTYPE_CODES[x_TD.dtype]
-        of_call = how._replace(own_counts_at=words_address(counts_E))
-        operations.dispatch(header, offer, ids_TK, place_TK, x_TD, code, of_call, NOT_RELAYED)
+        of_call = how._replace(own_counts_at=words_address(counts_E), digest_at=words_address(digest))
+        operations.dispatch(header.packed, offer, ids_TK, place_TK, x_TD, code, of_call, NOT_RELAYED)
         if is_recording():
             chunk, stride = chunk_of(tokens, top_k), x_TD.stride(0) * x_TD.element_size()
 
             def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
                 of_rows = tokens, top_k, hidden, code
                 operations.plan.record_dispatch(
-                    to, template, self._numbers(args), of_rows, args[2:], (room, chunk, stride), how
+                    to, header.template, self._numbers(args), of_rows, or_none(args[2:]), (room, chunk, stride), how
                 )
                 return True
 
-            record(Step(add, (), (*_given(fields), rows_CD, ids_TK, place_TK, x_TD, counts_E)))
+            record(Step(add, (), (*header.numbers, rows_CD, ids_TK, place_TK, x_TD, counts_E, digest)))
         return place_TK, counts_E
 
     def queue_sum(
@@ -143,19 +160,21 @@ class RepeatedPrimitives(OverlappedPrimitives):
         y_TD = torch.empty(tokens, columns, dtype=rows_CD.dtype, device=rows_CD.device)
         if dots_C1 is not None:
             dots_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=rows_CD.device)
-        header, template = self._headers(fields, rows_CD, top_k, numbers)
+        header = self.pass_header(fields, (rows_CD.shape[1], rows_CD.dtype), top_k, numbers)
         offer, code = Offer(offset_of(heap, rows_CD)), DTYPE_CODES[rows_CD.dtype]
         if dots_C1 is not None:
             offer = offer._replace(scales=offset_of(heap, dots_C1))
-        operations.sum(header, offer, place_TK, weights_TK, y_TD, code, self._blocks, dots_TK)
+        operations.sum(header.packed, offer, place_TK, weights_TK, y_TD, code, self._blocks, dots_TK)
         if is_recording():
 
             def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
                 of_rows = tokens, top_k, columns, code
-                operations.plan.record_sum(to, template, self._numbers(args), of_rows, _or_none(args[2:]), self._blocks)
+                operations.plan.record_sum(
+                    to, header.template, self._numbers(args), of_rows, or_none(args[2:]), self._blocks
+                )
                 return True
 
-            record(Step(add, (), (*_given(fields), rows_CD, place_TK, weights_TK, y_TD, dots_C1, dots_TK)))
+            record(Step(add, (), (*header.numbers, rows_CD, place_TK, weights_TK, y_TD, dots_C1, dots_TK)))
         return y_TD, dots_TK
 
     def queue_spread(
@@ -166,45 +185,45 @@ class RepeatedPrimitives(OverlappedPrimitives):
         ``_send_gradients``."""
         operations, (rows_CD, weights_C1) = self.memory.operations, received
         (tokens, top_k), hidden = place_TK.shape, rows_CD.shape[1]
-        header, template = self._headers(fields, rows_CD, top_k, numbers)
+        header = self.pass_header(fields, (hidden, rows_CD.dtype), top_k, numbers)
         heap, code = operations.heap, DTYPE_CODES[rows_CD.dtype]
         offer = Offer(0, offset_of(heap, rows_CD), offset_of(heap, weights_C1))
-        operations.spread(header, offer, place_TK, None, x_TD, None, code, self._blocks, None, weights_TK)
+        operations.spread(header.packed, offer, place_TK, None, x_TD, None, code, self._blocks, None, weights_TK)
         if is_recording():
             stride = x_TD.stride(0) * x_TD.element_size()
 
             def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
                 of_rows = tokens, top_k, hidden, code
                 operations.plan.record_spread(
-                    to, template, self._numbers(args), of_rows, args[2:], (self._blocks, stride)
+                    to, header.template, self._numbers(args), of_rows, args[2:], (self._blocks, stride)
                 )
                 return True
 
-            record(Step(add, (), (*_given(fields), rows_CD, place_TK, x_TD, weights_C1, weights_TK)))
+            record(Step(add, (), (*header.numbers, rows_CD, place_TK, x_TD, weights_C1, weights_TK)))
 
-    def _headers(self, fields: HeaderFields, rows_CD: Tensor, top_k: int, numbers: PassNumbers) -> tuple[bytes, bytes]:
-        """Return the packed header of an operation, and the same without numbers, for a record."""
-        packed = []
-        dispatches = fields.op == DISPATCH_FIXED
-        for seq, of_call in ((numbers.first + fields.ahead, 0 if dispatches else numbers.dispatch), (0, 0)):
-            header = Header(
-                fields.op, seq, rows_CD.shape[1], rows_CD.dtype, top_k, self.num_experts, fields.requires_grad,
-                fields.label, of_call=of_call, ordinal=self._ordinal, placement=fields.placement, extra=fields.extra,
-                trained=fields.trained,
-            )  # fmt: skip
-            packed.append(self.packed(header))
-        return packed[0], packed[1]
+    def pass_header(
+        self, fields: HeaderFields, rows: tuple[int, torch.dtype], top_k: int, numbers: PassNumbers
+    ) -> RecordedHeader:
+        """Return the header of an operation. rows: width and dtype."""
+        of_rows = fields.op not in (DISPATCH_FIXED, LEND, RETURN)
+        packed = [
+            self.packed(
+                Header(
+                    fields.op, seq, *rows, top_k, fields.experts or self.num_experts, fields.requires_grad,
+                    fields.label, of_call=of_call, ordinal=self._ordinal, placement=fields.placement,
+                    extra=fields.extra, trained=fields.trained,
+                )
+            )
+            for seq, of_call in ((numbers.first + fields.ahead, numbers.dispatch if of_rows else 0), (0, 0))
+        ]  # fmt: skip
+        return RecordedHeader(packed[0], packed[1], (Number(0, fields.ahead), Number(1, 0) if of_rows else None))
 
     def _numbers(self, args: Sequence[Any]) -> tuple[int, int, int, int]:
         """Return the buffers of the numbers of a recorded header, the address of this rank's block, and ``RING``."""
-        seq, call = _or_none(args[:2])
+        seq, call = or_none(args[:2])
         return seq, call, self.memory.operations.blocks.own.data_ptr(), RING
 
 
-def _given(fields: HeaderFields) -> tuple[Number, Number | None]:
-    return Number(0, fields.ahead), None if fields.op == DISPATCH_FIXED else Number(1, 0)
-
-
-def _or_none(buffers: Sequence[Any]) -> list[int]:
+def or_none(buffers: Sequence[Any]) -> list[int]:
     """Return numbers of buffers, -1 for None."""
     return [-1 if buffer is None else buffer for buffer in buffers]

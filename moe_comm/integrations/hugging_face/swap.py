@@ -244,8 +244,10 @@ class EPExperts(ExpertParallel):
         if device and (self.rounds is None or self.rounds.count == 1):
             from moe_comm.layers.moe.whole_call import given_call  # only on a GPU
 
-            of_experts = partial(expert_mlp, self.layout, self, x_TD.dtype)
-            run = given_call(self, self, x_TD, top_k_index, top_k_weights, device, of_experts)
+            dtype = x_TD.dtype
+            run = given_call(
+                self, self, x_TD, top_k_index, top_k_weights, device, lambda _: expert_mlp(self.layout, self, dtype)
+            )
             if run is not None:
                 y_TD = run()[0].to(hidden_states.dtype)
                 return y_TD if real is None else real.spread(y_TD)

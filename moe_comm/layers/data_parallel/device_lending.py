@@ -8,7 +8,7 @@ CPU knows the row counts are those of ``LentExperts``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -16,8 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.dispatch.peer_to_peer.lending import DevicePlan, ExpertStacks, LendingPrimitives, LentHomes
-from moe_comm.gpu.heap import HeapBlock
+from moe_comm.dispatch.peer_to_peer.lending import (
+    DevicePlan,
+    ExpertStacks,
+    LendingPrimitives,
+    LentHomes,
+    NativeCall,
+    NativeLending,
+)
 from moe_comm.layers.data_parallel.copies import CallPlan, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.lending import LentExperts
@@ -27,19 +33,26 @@ from moe_comm.topology.balance import Balance
 
 
 class HeapGradients(LentGradients):
-    """Gradients in the heap of ``peer_to_peer``.
+    """Gradients in the heap of ``peer_to_peer``."""
 
-    Attributes:
-        block: the memory; None before backward asks for it.
-    """
-
-    def __init__(self, allocate: Callable[[], tuple[HeapBlock, dict[str, Tensor]]]) -> None:
+    def __init__(self, allocate: Callable[[], dict[str, Tensor]]) -> None:
         self._allocate_stacks = allocate
         self.stacks, self.others, self.memory = {}, {}, None
-        self.block: HeapBlock | None = None
 
     def _allocate(self) -> None:
-        self.block, self.stacks = self._allocate_stacks()
+        self.stacks = self._allocate_stacks()
+
+
+PARAMETERS = ("w13", "w2", "b13", "b2")
+"""Parameters of ``Experts``."""
+
+
+def _shapes(params: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: param.shape[1:] for name, param in params.items()}
+
+
+def _values(stacks: ExpertStacks) -> dict[str, Tensor]:
+    return {name: stack.data for name, stack in stacks.values.items()}  # other calls write to slots for copies
 
 
 class DeviceLentExperts(LentExperts):
@@ -57,7 +70,7 @@ class DeviceLentExperts(LentExperts):
         self._dispatcher = dispatcher
         self._mapped: ExpertStacks | None = None
         self._homes: LentHomes | None = None
-        self._pulled: DevicePlan | None = None
+        self._pulled: Tensor | None = None  # the plan whose weights are in the slots for copies
         super().__init__(experts, shards, placement, balance, False, label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -86,24 +99,59 @@ class DeviceLentExperts(LentExperts):
         """
         dispatcher, stacks = self._dispatcher, self._share_stacks()
         slots_TK, words = dispatcher.lend(x_TD, ids_TK, self._homes_of(stacks), self._label, counted)
-        plan = DevicePlan(words, self._homes_of(stacks), self.placement)
+        plan = self.plan_of(words)
         self.materialize(plan)
         trained = self._trained() if torch.is_grad_enabled() else {}
-        gradients = None
-        if trained:
-            shapes = {name: param.shape[1:] for name, param in trained.items()}
-            gradients = HeapGradients(partial(dispatcher.gradient_stacks, shapes))
-        values = {name: stack.data for name, stack in stacks.values.items()}  # other calls write to slots for copies
-        inside = entered(values, trained, lambda names, _: self._collect(plan, gradients, names))
+        gradients = HeapGradients(partial(dispatcher.gradient_stacks, _shapes(trained))) if trained else None
+        inside = entered(_values(stacks), trained, lambda names, _: self._collect(plan, gradients, names))
         return LentCall(plan, self.num_slots, inside, (), gradients, slots_TK)
+
+    def native_call(self, slots: int, counted: bool) -> tuple[LentCall, NativeCall]:
+        """Return what a native call computes with and lends, instead of ``begin_on_device``. The first call of a layer
+        is collective.
+
+        Args:
+            slots: (token, slot) pairs of the call. counted: see ``LendingPrimitives.lend``.
+        """
+        dispatcher, stacks = self._dispatcher, self._share_stacks()
+        experts: Any = self._experts
+        homes, trained = self._homes_of(stacks), self._trained() if torch.is_grad_enabled() else {}
+        dispatcher.check_room(slots, homes, self._label)
+        params = [getattr(experts, name) for name in PARAMETERS]
+        sums = [
+            (param.shape, param.grad_dtype or param.dtype) if name in trained else None
+            for name, param in zip(PARAMETERS, params, strict=True)
+        ]
+
+        def new_gradients() -> Sequence[Tensor | None]:
+            found = dispatcher.gradient_stacks(_shapes(trained))
+            w13, w2, b13, b2 = map(found.get, PARAMETERS)
+            if experts.transposed:
+                w13, w2 = (None if one is None else one.transpose(1, 2) for one in (w13, w2))
+            return w13, w2, b13, b2
+
+        lends = NativeLending(homes, stacks, counted, tuple(sums))
+        return (
+            LentCall(None, self.num_slots, _values(stacks)),
+            NativeCall(lends, tuple(params), new_gradients, self._use_slots),
+        )
+
+    def plan_of(self, words: Tensor) -> DevicePlan:
+        """Return the plan of a call with these words."""
+        assert self._homes is not None
+        return DevicePlan(words, self._homes, self.placement)
+
+    def _use_slots(self, words: Tensor) -> bool:
+        """Return whether the weights of a plan have to be copied into the slots, which have them then."""
+        used, self._pulled = self._pulled is words, words
+        return not used
 
     def materialize(self, plan: CallPlan | DevicePlan | None = None) -> None:
         if not isinstance(plan, DevicePlan):
             super().materialize(plan)
-        elif self._pulled is not plan:
+        elif self._use_slots(plan.words):
             assert self._mapped is not None
             self._dispatcher.pull_weights(self._homes_of(self._mapped), self._mapped, plan.words)
-            self._pulled = plan
 
     def take_tally(self) -> Tensor | None:
         """Return the counts of ``LENT_COUNTS`` of the calls since this method was called, on the device."""
@@ -117,13 +165,12 @@ class DeviceLentExperts(LentExperts):
     def _collect(self, plan: DevicePlan, gradients: HeapGradients | None, names: Sequence[str]) -> list[Tensor]:
         """Return the gradients of the parameters ``names``. Collective."""
         assert gradients is not None
-        assert gradients.block is not None
         assert self._mapped is not None
         params = [self.parameter(name) for name in names]
         sums = [torch.empty(p.shape, dtype=p.grad_dtype or p.dtype, device=p.device) for p in params]
-        self._dispatcher.collect_gradients(self._homes_of(self._mapped), plan.words, gradients.block, sums, self._label)
+        first = next(iter(gradients.stacks.values()))
+        self._dispatcher.collect_gradients(self._homes_of(self._mapped), plan.words, first, sums, self._label)
         gradients.release()
-        gradients.block = None
         return sums
 
     def _homes_of(self, stacks: ExpertStacks) -> LentHomes:

@@ -630,7 +630,7 @@ class MoELayer(ExpertParallel):
         if torch.is_autocast_enabled(x_TD.device.type):
             x_TD = self._in_compute_dtype(x_TD)
         device = experts.on_device(x_TD)
-        return given_call(self, experts, x_TD, tokens.ids_TK, tokens.weights_TK, device, lambda: experts.mlp_for(x_TD))
+        return given_call(self, experts, x_TD, tokens.ids_TK, tokens.weights_TK, device, partial(experts.mlp_for, x_TD))
 
     def _in_compute_dtype(self, x_TD: Tensor) -> Tensor:
         """Return tokens in the dtype of autocast, which is on."""

@@ -6,8 +6,8 @@
 ``whole_call`` includes the router. It is for layers that have no part which others may see or replace: no hooks of the
 router, no capacity, shared expert, identity experts, auxiliary loss, padding, autocast and no given routing.
 ``given_call`` runs dispatch, experts and combine with any routing. Neither is for hooks of the experts, adapters,
-copies of experts, or shards by FSDP2. Hooks of the layer itself, such as FSDP's, activation checkpointing and
-recomputed activations are supported.
+published copies of experts, or shards by FSDP2. Both lend experts by plans on the device. Hooks of the layer itself,
+such as FSDP's, activation checkpointing and recomputed activations are supported.
 
 All other calls run dispatch, experts and combine one after the other, with the same bits. So do calls with operators
 that a program cannot repeat: activations without ``glu``, ``main_grad``, and over ``local`` the sort of many slots.
@@ -33,6 +33,7 @@ from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
+from moe_comm.layers.data_parallel.lent_call import LentCall
 from moe_comm.layers.moe.experts import Experts, has_hooks
 from moe_comm.layers.moe.router import Router
 from moe_comm.layers.parallel.recompute import recomputing
@@ -84,7 +85,7 @@ def whole_call(layer: Any, x: Tensor) -> Ran | None:
     others = bias_E, router.load_E if training else None
     routing = DeviceRouting(router.weight, others, config, (config.top_k, config.num_choices))
     trained = x.requires_grad or router.weight.requires_grad
-    return _run(layer, experts, x_TD, routing, experts.mlp_for(x_TD), trained)
+    return _run(layer, experts, x_TD, routing, partial(experts.mlp_for, x_TD), trained)
 
 
 def given_call(
@@ -94,7 +95,7 @@ def given_call(
     ids_TK: Tensor,
     weights_TK: Tensor,
     on_device: OnDevice,
-    mlp: Callable[[], ExpertMLP],
+    mlp: Callable[[LentCall | None], ExpertMLP],
 ) -> Callable[[], Ran] | None:
     """Return the run of a call with given routing, or None if it cannot be one function.
 
@@ -103,7 +104,7 @@ def given_call(
         x_TD: tokens in the dtype of the experts.
         ids_TK, weights_TK: as ``ExpertParallel._start_call`` takes them.
         on_device: what the experts can be computed from.
-        mlp: returns the parameters of the experts in the dtype of the tokens.
+        mlp: returns the parameters of the experts in the dtype of the tokens, or what a call that lends computes with.
     """
     if not on_device or ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         return None
@@ -113,11 +114,17 @@ def given_call(
         return None
     # The casts allocate memory. The other ranks would wait for a rank that raises.
     with parallel.dispatcher.abort_on_error(parallel.label):
-        of_experts = mlp()
-        if of_experts.gemm_dtype != "same":
-            return None
-        tensors = *of_experts.tensors, ids_TK, weights_TK
-        if not _takes(parallel, experts, tensors, of_experts.activation, x_TD, on_device):
+        of_experts = None
+        if getattr(experts, "copies", None) is not None:
+            tensors, activation = (experts.w13, experts.w2, experts.b13, experts.b2), experts.activation
+            if experts.w13.dtype is not x_TD.dtype:
+                return None
+        else:
+            of_experts = mlp(None)
+            tensors, activation = of_experts.tensors, of_experts.activation
+            if of_experts.gemm_dtype != "same":
+                return None
+        if not _takes(parallel, experts, (*tensors, ids_TK, weights_TK), activation, x_TD, on_device):
             return None
         from moe_comm.kernels.triton.slot_order import FEW, SLOTS  # needs Triton
 
@@ -126,7 +133,8 @@ def given_call(
         sizes = ids_TK.shape[1], parallel.dispatcher.num_experts
         wide_TK = weights_TK.to(torch.float32).contiguous()
         routing = DeviceRouting(wide_TK, (ids_TK.to(torch.int64).contiguous(), None), None, sizes)
-    return partial(_run, parallel, experts, x_TD, routing, of_experts, weights_TK.requires_grad)
+    run = mlp if of_experts is None else lambda _: of_experts
+    return partial(_run, parallel, experts, x_TD, routing, run, weights_TK.requires_grad)
 
 
 def _takes(
@@ -142,7 +150,7 @@ def _takes(
         or not (local or dispatcher.runs_whole_layers(x))
         or parallel.overlap is not None
         or parallel.in_flight_hook is not None
-        or parallel.slots is not None
+        or (parallel.slots is not None and (local or options.balance is None))
         or experts._modules
         or activation.glu is None
         or hasattr(tensors[0], "main_grad")
@@ -159,12 +167,16 @@ def _takes(
     )
 
 
-def _run(parallel: Any, experts: Any, x_TD: Tensor, routing: DeviceRouting, mlp: ExpertMLP, trained: bool) -> Ran:
-    """Run the call. trained: whether the routing weights require gradients, as ranks compare it."""
+def _run(
+    parallel: Any, experts: Any, x_TD: Tensor, routing: DeviceRouting, mlp: Callable[[LentCall | None], ExpertMLP],
+    trained: bool,
+) -> Ran:  # fmt: skip
+    """Run the call. mlp: see ``given_call``. trained: whether the routing weights require gradients, as ranks compare
+    it."""
     dispatcher, label, top_k = parallel.dispatcher, parallel.label, routing.sizes[0]
     if isinstance(dispatcher, LocalDispatcher):
         invalid = dispatcher.invalid_ids(x_TD.device)
-        y_TD, counts, saved_bytes = device_layer(x_TD, routing, mlp, invalid, label)
+        y_TD, counts, saved_bytes = device_layer(x_TD, routing, mlp(None), invalid, label)
         counted = partial(device_counts, counts, invalid)
     else:
         gradients = getattr(experts, "expert_gradients", None)
@@ -178,7 +190,14 @@ def _run(parallel: Any, experts: Any, x_TD: Tensor, routing: DeviceRouting, mlp:
                 from moe_comm.dispatch.peer_to_peer.peer_layer import PeerLayer  # only on a GPU
 
                 over_peers = dispatcher.whole_layers[label] = PeerLayer(dispatcher, label)
-            y_TD, counts, place_TK, saved_bytes = over_peers(x_TD, routing, mlp)
+            lent: LentCall | None = None
+            native: Any = None
+            copies = getattr(experts, "copies", None)
+            if copies is not None:
+                lent, native = copies.native_call(x_TD.shape[0] * top_k, parallel.training)
+            y_TD, counts, place_TK, saved_bytes = over_peers(x_TD, routing, mlp(lent), native)
+            if copies is not None:
+                parallel.last_plan = copies.plan_of(native.plan)
         except Exception as error:
             dispatcher.abort(error, label=label)
             raise

@@ -172,6 +172,7 @@ def test_calls_in_flight_use_their_own_copies_and_experts_move(rank: int, run: R
 def test_faults_are_raised_on_every_rank(rank: int) -> None:
     with interpreted():
         layer = build(ALWAYS, LENDS)
+        layer.in_flight_hook = lambda: None  # several calls, which find faults before the next one
         x, routing = routed(layer, LENDS, rank, 0)
         expected = layer(x, routing)
         bad = routing._replace(ids_TK=routing.ids_TK.masked_fill(torch.tensor(rank == 1), 8))
@@ -197,6 +198,7 @@ def test_faults_are_raised_on_every_rank(rank: int) -> None:
                 layer(x, routing)
         assert torch.equal(layer(x, routing), expected)
         few = build(ALWAYS, replace(LENDS, capacity=8))
+        few.in_flight_hook = lambda: None
         with pytest.raises((HeapError, PeerError), match="capacity_rows"):
             few(x, routing)
 
@@ -253,6 +255,7 @@ def test_the_room_follows_from_the_first_call_and_is_enough_for_any_routing(rank
         x, routing = routed(layer, LENDS, 1, 0)
         x, own = x[: 18 + 3 * rank], routing._replace(ids_TK=routing.ids_TK[: 18 + 3 * rank])
         own = own._replace(weights_TK=routing.weights_TK[: 18 + 3 * rank])
+        layer.in_flight_hook = lambda: None  # a native call cannot be repeated after an error
         with pytest.raises(HeapError, match=r"rank 1 has 42 .* at most 40 on a rank"):
             layer(x, own)
         check(20, 2)
@@ -296,6 +299,7 @@ def test_a_rank_without_room_for_gradients_stops_all_ranks(rank: int) -> None:
 
     with interpreted(), pytest.MonkeyPatch.context() as patch:
         layer = build(ALWAYS, LENDS)
+        layer.in_flight_hook = lambda: None  # as above
         if rank:
             patch.setattr(LendingPrimitives, "gradient_stacks", no_room)
         y = layer(*routed(layer, LENDS, rank, 0))
@@ -319,9 +323,9 @@ def exit_in(rank: int, world: int, phase: str) -> str:
 @pytest.mark.parametrize(
     ("phase", "operation"),
     [
-        ("lend", "plan of lent experts"),
-        ("pull_weights", "dispatch"),
-        ("collect_gradients", "gradients of lent experts"),
+        ("queue_lend", "plan of lent experts"),
+        ("queue_pull", "plan of lent experts"),
+        ("queue_collect", "combine backward"),
     ],
 )
 def test_a_rank_that_ends_is_reported(pools: dict[int, RankPool], phase: str, operation: str) -> None:
