@@ -242,12 +242,14 @@ def share_blocks(channel: SharedChannel, blocks: SharedBlocks, what: str) -> boo
     flags = channel.world * FLAG_BYTES
     word = torch.float32
 
+    memory = blocks.memory
+
     def offer(heap: Heap) -> Tensor:
-        if blocks.memory is not None:
-            return blocks.memory
-        offered = _allocate(channel, heap, blocks.size)
-        blocks.fill(_block_of(channel, offered, blocks.size))
-        return offered
+        nonlocal memory
+        if memory is None:
+            memory = _allocate(channel, heap, blocks.size)
+            blocks.fill(_block_of(channel, memory, blocks.size))
+        return memory
 
     def body(rendezvous: Any) -> bool:
         peers = [rank for rank in range(channel.world) if rank != channel.rank]
@@ -255,6 +257,9 @@ def share_blocks(channel: SharedChannel, blocks: SharedBlocks, what: str) -> boo
             peers.remove(rendezvous.next(peers))
 
         def read(rank: int, first: int, size: int) -> Tensor:
+            if rank == channel.rank:  # valid for as long as the function is kept
+                assert memory is not None
+                return memory.view(torch.uint8)[flags + first :][:size]
             words = rendezvous.rows(rank, flags + first, 1, -(-size // word.itemsize), DTYPE_CODES[word])
             return from_capsule(words).view(-1).view(torch.uint8)[:size]
 

@@ -190,7 +190,8 @@ def plan_rows(
         if lent is None:
             continue
         cost = limits.row_ns * max(rows_of_ranks(loads_E, home_E, world, lent))
-        cost += limits.copy_ns * _transfers(lent, home_E, world, residents)
+        sent = [(home_E[expert], rank) for expert, rank, _ in lent if (expert, rank) not in present]
+        cost += limits.copy_ns * busiest_transfers(sent)
         if cost < least or required:
             required, least, best = False, cost, lent
     return best
@@ -249,6 +250,11 @@ def digest(lent: Iterable[Lent]) -> int:
     return total & _MASK
 
 
+def busiest_transfers(pairs: Iterable[tuple[int, int]]) -> int:
+    """Return the largest number of experts that one rank sends or receives. pairs: (source, destination) of each."""
+    return max(Counter(side for pair in pairs for side in enumerate(pair)).values(), default=0)
+
+
 def rows_of_ranks(loads_E: Sequence[int], home_E: Sequence[int], world: int, lent: Iterable[Lent]) -> list[int]:
     """Return the rows that each rank computes."""
     total_W = [0] * world
@@ -260,16 +266,6 @@ def rows_of_ranks(loads_E: Sequence[int], home_E: Sequence[int], world: int, len
     return total_W
 
 
-def _transfers(lent: Sequence[Lent], home_E: Sequence[int], world: int, residents: Sequence[tuple[int, int]]) -> int:
-    """Return the largest number of experts that a rank sends or receives."""
-    out_W, in_W = [0] * world, [0] * world
-    for expert, rank, _ in lent:
-        if (expert, rank) not in residents:
-            out_W[home_E[expert]] += 1
-            in_W[rank] += 1
-    return max(*out_W, *in_W)
-
-
 def _within(
     loads_E: Sequence[int],
     home_E: Sequence[int],
@@ -279,7 +275,7 @@ def _within(
     residents: Sequence[tuple[int, int]],
 ) -> tuple[Lent, ...] | None:
     """Return a plan in which no rank has more than ``limit`` rows, or None if a rank has too few slots for copies."""
-    world, left_E = len(total_W), list(loads_E)
+    left_E = list(loads_E)
     moved: dict[tuple[int, int], int] = {}
     surplus, room = [max(one - limit, 0) for one in total_W], [max(limit - one, 0) for one in total_W]
     for expert, rank in residents:
@@ -296,9 +292,9 @@ def _within(
         surplus[donor] -= rows
         room[taker] -= rows
     lent = _experts_of(pairs, left_E, home_E, moved)
-    if _most(lent, world) > copies:  # a plan with one donor for each rank needs at most as many slots as it has experts
+    if _most(lent) > copies:  # a plan with one donor for each rank needs at most as many slots as it has experts
         lent = _experts_of(_even(total_W), list(loads_E), home_E, {})
-    return lent if _most(lent, world) <= copies else None
+    return lent if _most(lent) <= copies else None
 
 
 def _even(total_W: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -330,8 +326,5 @@ def _experts_of(
     return tuple(Lent(*pair, rows) for pair, rows in sorted(moved.items()))
 
 
-def _most(lent: Sequence[Lent], world: int) -> int:
-    count_W = [0] * world
-    for one in lent:
-        count_W[one.rank] += 1
-    return max(count_W)
+def _most(lent: Iterable[Lent]) -> int:
+    return max(Counter(one.rank for one in lent).values(), default=0)

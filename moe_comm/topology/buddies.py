@@ -15,15 +15,12 @@ Rank 0 shares groups with 1 (tp) and with 2, 4, 6 (dp), so its buddy is 5 or 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConfig
-
-AXES = tuple(dict.fromkeys((*ATTENTION_AXES, *EXPERT_AXES)))
+from moe_comm.topology.parallel import ParallelConfig
 
 
 def buddies(config: ParallelConfig, hosts: Sequence[object]) -> tuple[int, ...] | None:
@@ -45,66 +42,47 @@ def buddies(config: ParallelConfig, hosts: Sequence[object]) -> tuple[int, ...] 
     host_W = np.array([numbers[host] for host in hosts])
     largest = int(np.bincount(host_W).max())
     copies = max(1, -(-largest // (world - largest)))
-    groups_AW = _groups(config)
-    for shared in range(len(groups_AW) + 1):
-        if (buddy_of := _match(host_W, groups_AW, shared, copies)) is not None:
+    for shared in range(len(config.sizes) + 1):
+        if (buddy_of := _match(config, host_W, shared, copies)) is not None:
             return buddy_of
     raise AssertionError("other hosts have room for the replicas of each host")
 
 
-def _groups(config: ParallelConfig) -> npt.NDArray[np.int64]:
-    """[axes, W]: the index of each rank's group over each axis with more than one rank."""
-    rows = []
-    for axis in AXES:
-        if config.size(axis) > 1:
-            row = np.empty(config.world, dtype=np.int64)
-            for number, ranks in enumerate(config.groups(axis)):
-                row[list(ranks)] = number
-            rows.append(row)
-    return np.stack(rows) if rows else np.empty((0, config.world), dtype=np.int64)
-
-
-def _match(
-    host_W: npt.NDArray[Any], groups_AW: npt.NDArray[np.int64], shared: int, copies: int
-) -> tuple[int, ...] | None:
+def _match(config: ParallelConfig, host_W: npt.NDArray[np.int64], shared: int, copies: int) -> tuple[int, ...] | None:
     """Assign a buddy to each rank, or return None if no assignment exists.
 
     A rank and its buddy share at most ``shared`` groups, and each buddy stores up to ``copies`` replicas. Uses Kuhn's
     algorithm; regular mappings rarely need an augmenting path.
     """
-    world = len(host_W)
+    world = config.world
+    buddy_of: dict[int, int] = {}
     stored: list[list[int]] = [[] for _ in range(world)]  # by buddy, the ranks whose replicas it stores
-
-    def assign(rank: int) -> bool:
+    for rank in range(world):
         # Breadth-first search over alternating paths: rank, allowed buddy, a rank that buddy already stores, ...
         reached_from: dict[int, int] = {}
-        buddy_of = {rank: -1}
-        visited_W = np.zeros(world, dtype=bool)
-        queue = [rank]
+        free, queue = None, [rank]
         for owner in queue:
-            shared_W = (groups_AW == groups_AW[:, owner : owner + 1]).sum(0)
-            allowed_W = (host_W != host_W[owner]) & (shared_W <= shared) & ~visited_W
+            shared_W = np.zeros(world, dtype=np.int64)
+            for axis in config.sizes:
+                shared_W[list(config.group_of(owner, axis))] += 1
+            allowed_W = (host_W != host_W[owner]) & (shared_W <= shared)
             # Start the search after the owner, so that neighbouring ranks try different buddies first.
-            order = (np.flatnonzero(np.roll(allowed_W, -owner - 1)) + owner + 1) % world
-            for buddy in order.tolist():
-                if len(stored[buddy]) < copies:
-                    while buddy >= 0:  # augment: each rank on the path moves to the next buddy
-                        previous = buddy_of[owner]
-                        if previous >= 0:
-                            stored[previous].remove(owner)
-                        stored[buddy].append(owner)
-                        if previous >= 0:
-                            owner = reached_from[previous]
-                        buddy = previous
-                    return True
-            for buddy in order.tolist():
-                visited_W[buddy] = True
-                reached_from[buddy] = owner
-                buddy_of |= dict.fromkeys(stored[buddy], buddy)
-                queue += stored[buddy]
-        return False
-
-    if not all(assign(rank) for rank in range(world)):
-        return None
-    buddies_W = {owner: buddy for buddy, owners in enumerate(stored) for owner in owners}
-    return tuple(buddies_W[rank] for rank in range(world))
+            order = ((np.flatnonzero(np.roll(allowed_W, -owner - 1)) + owner + 1) % world).tolist()
+            free = next((buddy for buddy in order if len(stored[buddy]) < copies), None)
+            if free is not None:
+                reached_from[free] = owner
+                break
+            for buddy in order:
+                if buddy not in reached_from:
+                    reached_from[buddy] = owner
+                    queue += stored[buddy]
+        if free is None:
+            return None
+        while free is not None:  # augment: each rank on the path moves to the next buddy
+            owner = reached_from[free]
+            before = buddy_of.get(owner)
+            if before is not None:
+                stored[before].remove(owner)
+            stored[free].append(owner)
+            buddy_of[owner], free = free, before
+    return tuple(buddy_of[rank] for rank in range(world))

@@ -163,34 +163,17 @@ class ParallelConfig:
         Args:
             axes: axes of one grid.
         """
-        grid = _grid_of(axes)
-        offsets = self._combinations(grid, [axis for axis in grid if axis in axes])
-        firsts = self._combinations(grid, [axis for axis in grid if axis not in axes])
-        return [tuple(first + offset for offset in offsets) for first in firsts]
+        others = [axis for axis in _grid_of(axes) if axis not in axes]
+        return [self.group_of(first, *axes) for first in self.group_of(0, *others)]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group of ``groups(*axes)`` that contains ``rank``, without computing the others."""
-        grid = _grid_of(axes)
-        place, strides = self.place(rank), self._strides(grid)
-        first = rank - sum(place[axis] * strides[axis] for axis in set(axes))
-        return tuple(first + offset for offset in self._combinations(grid, [axis for axis in grid if axis in axes]))
-
-    def _strides(self, grid: tuple[str, ...]) -> Mapping[str, int]:
-        """Return the distance in ranks between neighbours on each axis."""
-        strides, stride = {}, 1
-        for axis in grid:
-            strides[axis] = stride
+        place, ranks, stride = self.place(rank), [0], 1
+        for axis in _grid_of(axes):
+            steps = range(self.sizes[axis]) if axis in axes else (place[axis],)
+            ranks = [step * stride + one for step in steps for one in ranks]
             stride *= self.sizes[axis]
-        return strides
-
-    def _combinations(self, grid: tuple[str, ...], axes: list[str]) -> list[int]:
-        """Return the ranks with coordinate 0 on all axes of ``grid`` except ``axes``, ascending."""
-        strides = self._strides(grid)
-        ranks = [0]
-        for axis in axes:
-            steps = range(0, self.sizes[axis] * strides[axis], strides[axis])
-            ranks = [step + rank for step in steps for rank in ranks]
-        return ranks
+        return tuple(ranks)
 
     def __str__(self) -> str:
         shown = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]

@@ -144,7 +144,7 @@ class Placement:
                 raise ConfigError(f"expert {expert} has an owner twice: ranks {list(ranks)}")
             if min(ranks) < 0 or max(ranks) >= self.world:
                 raise ConfigError(f"expert {expert} has owners {list(ranks)}, but the ranks are 0..{self.world - 1}")
-        # Not most_slots: with uneven homes, the rank with the fewest can hold more copies than the others.
+        # With uneven homes, the rank with the fewest can hold more copies than the others.
         most = self.num_experts - min(self.homes_per_rank)
         if self.slots is not None and not max(self.copies_per_rank) <= self.slots <= most:
             raise ConfigError(
@@ -246,11 +246,6 @@ class Placement:
     def homes_per_rank(self) -> tuple[int, ...]:
         """Number of experts that each rank is the home of."""
         return tuple(map(self.homes.count, range(self.world)))
-
-    @property
-    def most_slots(self) -> int:
-        """Number of slots for copies that each rank can fill: the experts that the rank with the most homes lacks."""
-        return self.num_experts - max(self.homes_per_rank)
 
     @cached_property
     def copies_per_rank(self) -> tuple[int, ...]:

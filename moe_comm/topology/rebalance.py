@@ -10,7 +10,6 @@ placement.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isqrt
@@ -18,7 +17,7 @@ from typing import Literal
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads, homes_near, within
-from moe_comm.topology.balance import rows_of_ranks, share_rows
+from moe_comm.topology.balance import busiest_transfers, rows_of_ranks, share_rows
 from moe_comm.topology.placement import Placement
 
 PlacementKind = Literal["fixed", "relocate"]
@@ -53,27 +52,9 @@ def replayed_ratio(steps: Sequence[Loads], placement: Placement) -> float:
     return over_mean(busiest, sum(map(sum, steps)), placement.world)
 
 
-@dataclass(frozen=True)
-class Moves:
-    """Experts that a switch of placements transfers.
-
-    Attributes:
-        homes: (expert, source, destination) for each expert whose weights and optimizer state change their rank.
-    """
-
-    homes: tuple[tuple[int, int, int], ...]
-
-    @classmethod
-    def of(cls, old: Placement, new: Placement) -> Moves:
-        """Return the transfers from ``old`` to ``new``."""
-        pairs = enumerate(zip(old.homes, new.homes, strict=True))
-        return cls(tuple((expert, a, b) for expert, (a, b) in pairs if a != b))
-
-    @property
-    def busiest(self) -> int:
-        """The largest number of experts that one rank sends or receives."""
-        sides = (side for _, a, b in self.homes for side in (("send", a), ("receive", b)))
-        return max(Counter(sides).values(), default=0)
+def moved_homes(old: Placement, new: Placement) -> list[tuple[int, int]]:
+    """Return (source, destination) of each expert whose weights and optimizer state change their rank."""
+    return [pair for pair in zip(old.homes, new.homes, strict=True) if pair[0] != pair[1]]
 
 
 def rebalance(loads_E: Loads, current: Placement, free_moves: int = 0) -> Placement:
@@ -96,10 +77,10 @@ def rebalance(loads_E: Loads, current: Placement, free_moves: int = 0) -> Placem
         return current
 
     def cost(new: Placement) -> tuple[int, int, int, int]:
-        moves = Moves.of(current, new)
-        free = moves.busiest <= free_moves
-        paid = (0, 0) if free else (len(moves.homes), moves.busiest)
-        return *paid, busiest_rows(loads_E, new), moves.busiest
+        moved = moved_homes(current, new)
+        busiest = busiest_transfers(moved)
+        paid = (0, 0) if busiest <= free_moves else (len(moved), busiest)
+        return *paid, busiest_rows(loads_E, new), busiest
 
     return min((one for one in choices if busiest_rows(loads_E, one) <= limit), key=cost)
 
@@ -189,10 +170,10 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
     free_moves = int(min(experts, free_s / settings.seconds_to_move)) if settings.seconds_to_move else experts
     new = rebalance(sums_E, current, free_moves)
     # Score it in each step: the busiest rank of a step determines its time.
-    moves = Moves.of(current, new)
+    moved = moved_homes(current, new)
     after = sum(busiest_rows(loads_E, new) for loads_E in window)
     saved_s = (before - after) / len(window) * settings.seconds_per_row * steps
-    cost_s = moves.busiest * settings.seconds_to_move
+    cost_s = busiest_transfers(moved) * settings.seconds_to_move
     ratio_after = over_mean(after, rows, current.world)
     gain, noise = 1 - after / before, NOISE * isqrt(before)
     if gain <= threshold:
@@ -203,7 +184,7 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
         why = f"saves {saved_s:.3g} s in {steps} steps, not above {WORTH} times {cost_s:.3g} s of the switch"
     else:
         reason = f"the busiest rank falls from {ratio:.2f} to {ratio_after:.2f} times the mean rows: "
-        reason += f"saves {saved_s:.3g} s in {steps} steps for {cost_s:.3g} s ({len(moves.homes)} experts moved)"
+        reason += f"saves {saved_s:.3g} s in {steps} steps for {cost_s:.3g} s ({len(moved)} experts moved)"
         return Decision(new, reason, saved_s, cost_s, ratio, ratio_after)
     return Decision(None, why, saved_s, cost_s, ratio, ratio_after)
 

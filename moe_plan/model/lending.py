@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_comm.layers.transformer.shape import MASTER, ModelShape
 from moe_comm.runtime.row_plan import choose_rows
 from moe_comm.topology.assignment import Loads
-from moe_comm.topology.balance import Balance, rows_of_ranks
+from moe_comm.topology.balance import Balance, busiest_transfers, rows_of_ranks
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import over_mean
 from moe_plan.machine.hardware import Cluster, item_bytes
@@ -49,8 +48,7 @@ def replay_lending(steps: Sequence[Loads], world: int, balance: Balance, costs: 
         before += max(rows_of_ranks(loads_E, homes.homes, world, ()))
         after += max(rows_of_ranks(loads_E, homes.homes, world, lent))
         copies += len(lent)
-        sides = Counter(("send", homes.homes[one.expert]) for one in lent) + Counter(("get", one.rank) for one in lent)
-        busiest += max(sides.values(), default=0)
+        busiest += busiest_transfers((homes.homes[one.expert], one.rank) for one in lent)
     count, rows = len(steps), sum(map(sum, steps))
     saved_s = ((before - after) * costs[0] - busiest * costs[1]) / count * 1e-9
     return LendingReplay(

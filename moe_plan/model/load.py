@@ -14,8 +14,9 @@ from typing import Literal, Self, get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
+from moe_comm.topology.balance import busiest_transfers
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import Decision, DecisionSettings, Moves, decide, replayed_ratio
+from moe_comm.topology.rebalance import Decision, DecisionSettings, decide, moved_homes, replayed_ratio
 from moe_plan.machine.hardware import BYTES, item_bytes
 from moe_plan.model.lending import Lending, replay_lending
 from moe_plan.model.lengths import DocumentLengths
@@ -112,7 +113,7 @@ def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
         before += replayed_ratio(steps, first)
         after += replayed_ratio(steps, decision.placement or first)
         if decision.placement is not None:
-            moved += Moves.of(first, decision.placement).busiest
+            moved += busiest_transfers(moved_homes(first, decision.placement))
     count = len(loads.layers)
     return PlacedLoads(loads.kind if moved else "fixed", before / count, after / count, moved / count, reasons[0])
 

@@ -17,7 +17,7 @@ from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.placement.settings import PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import Moves, busiest_rows
+from moe_comm.topology.rebalance import busiest_rows, moved_homes
 
 TINY = {
     "ranks": 2,
@@ -152,7 +152,7 @@ def test_eplb_packs_evenly_and_ignores_the_placement_before() -> None:
     first = Placement.contiguous(8, 2)
     packed = eplb(loads, first)
     assert packed.slots_per_rank == (4, 4) and busiest_rows(loads, packed) == 18
-    assert len(Moves.of(first, packed).homes) == 4 and packed.version == 1
+    assert len(moved_homes(first, packed)) == 4 and packed.version == 1
 
 
 def test_eplb_replicates_the_experts_with_the_most_rows_per_replica() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ParallelConfig
-from moe_comm.topology.buddies import AXES, buddies
+from moe_comm.topology.buddies import buddies
 
 
 @st.composite
@@ -54,7 +54,7 @@ def test_each_replica_is_on_another_host_and_replicas_are_even(config: ParallelC
 def test_no_other_choice_shares_fewer_groups(config: ParallelConfig, hosts: str) -> None:
     def worst(choice: tuple[int, ...]) -> int:
         def shared(rank: int, buddy: int) -> int:
-            return sum(buddy in config.group_of(rank, axis) for axis in AXES)
+            return sum(buddy in config.group_of(rank, axis) for axis in config.sizes)
 
         return max(shared(rank, buddy) for rank, buddy in enumerate(choice))
 

@@ -394,7 +394,8 @@ class MoELayer(ExpertParallel):
         """
         from moe_comm.layers.moe.relocation import RowMoves, stacks_to_move
 
-        stacks = stacks_to_move(self, self.experts, placement, {} if optimizer is None else optimizer.state)
+        state = {} if optimizer is None else optimizer.state
+        stacks = stacks_to_move(self, self.experts, placement, self.check_placement, state)
         what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
         moves = RowMoves(stacks, self.dispatcher.rank)
         moves.run(self.dispatcher.group, what)
@@ -403,11 +404,21 @@ class MoELayer(ExpertParallel):
 
     def check_placement(self, placement: Placement) -> None:
         """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""
-        from moe_comm.layers.moe.relocation import check_relocation
-
+        old = self.placement
+        placement.fitting(old.num_experts, old.world)
         if self.dispatcher.options.balance is not None and placement.has_copies:
             raise ConfigError(f"balance of layer {self.label!r} chooses the copies; pass a placement without copies")
-        check_relocation(self.placement, placement)
+        if placement.homes_per_rank != old.homes_per_rank:
+            raise ConfigError(
+                f"a relocation keeps the number of experts of each rank, {old.homes_per_rank}; the new placement has "
+                f"{placement.homes_per_rank}"
+            )
+        if placement.slots_per_rank != old.slots_per_rank:
+            raise ConfigError(
+                f"a relocation keeps the slots of each rank, {old.slots_per_rank} with those for copies; the new "
+                f"placement has {placement.slots_per_rank}. Set Placement.slots of both to the copies that a rank can "
+                "hold"
+            )
 
     def set_placement(self, placement: Placement) -> None:
         """Declare that the weights are those of ``placement``. ``relocate`` moves them; this method moves nothing.

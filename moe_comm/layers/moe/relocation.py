@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.runtime.memory import warm_rows
-from moe_comm.topology import Box, Placement, Sharding
+from moe_comm.topology import Box, Placement
 
 Index = tuple[slice, ...]
 
@@ -53,15 +54,6 @@ class MovedStack:
     old: Sequence[Sequence[Box]]
     new: Sequence[Sequence[Box]]
     may_send: Callable[[int, int], bool] = lambda source, destination: True
-
-    @classmethod
-    def of(
-        cls, tensors: Sequence[Tensor], old: Sharding, new: Sharding, places: Sequence[Mapping[str, int]]
-    ) -> MovedStack:
-        """Return the stack for ranks at ``places`` on the axes "ep" and "etp", which all hold different rows."""
-        sizes = {axis: 1 + max(place[axis] for place in places) for axis in ("ep", "etp")}
-        before, after = ([sharding.boxes(place, sizes) for place in places] for sharding in (old, new))
-        return cls(tensors, before, after)
 
 
 def moved_state(name: str, weights: Tensor, state: Mapping[str, object]) -> list[Tensor]:
@@ -83,59 +75,41 @@ def moved_state(name: str, weights: Tensor, state: Mapping[str, object]) -> list
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """A range of one expert's row that moves: ranks, and positions in their local tensors."""
+class _Range:
+    """A range of one expert's row of a tensor that moves: ranks, positions in their local tensors, and bytes.
+
+    start: position in the block that the source packs.
+    """
 
     source: int
     destination: int
     from_index: Index
     to_index: Index
+    tensor: Tensor
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        elements: int = math.prod(part.stop - part.start for part in self.from_index)
+        return elements * self.tensor.element_size()
 
 
-def transfers_of(stack: MovedStack) -> Iterator[Transfer]:
+def _ranges_of(stack: MovedStack) -> Iterator[_Range]:
     """Yield the ranges that move, ordered by expert, destination and source."""
     old, new = _by_expert(stack.old), _by_expert(stack.new)
     for expert, targets in sorted(new.items()):
         sources = old.get(expert, [])
-        if sources == targets:
-            continue
-        for destination, target in targets:
-            for source, origin in sources:
-                if not stack.may_send(source, destination):
-                    continue
-                pair = _intersect(origin, target)
-                if pair is not None and (source, pair[0]) != (destination, pair[1]):
-                    yield Transfer(source, destination, *pair)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A range of one tensor that changes its rank, and its position in the block that its source packs."""
-
-    transfer: Transfer
-    tensor: Tensor
-    start: int
-    size: int
-
-    def pack(self, block: Tensor) -> None:
-        """Copy the range into the source's block, uint8."""
-        rows = self.tensor[self.transfer.from_index]
-        self._rows(block[self.start :], rows).copy_(rows)
-
-    def unpack(self, block: Tensor, index: Index) -> None:
-        """Copy the range from ``block``, where it begins, to ``index`` of the tensor."""
-        rows = self.tensor[index]
-        rows.copy_(self._rows(block, rows))
-
-    def _rows(self, block: Tensor, like: Tensor) -> Tensor:
-        return block[: self.size].view(like.dtype).view(like.shape)
+        for (destination, target), (source, origin) in product(targets, sources if sources != targets else ()):
+            pair = _intersect(origin, target) if stack.may_send(source, destination) else None
+            if pair is not None and (source, pair[0]) != (destination, pair[1]):
+                yield from (_Range(source, destination, *pair, tensor) for tensor in stack.tensors)
 
 
 class RowMoves:
     """All ranges that move in one call of ``run``.
 
     Args:
-        stacks: the same stacks on all ranks, in the same order. Each rank has as many rows before as after.
+        stacks: one or more, the same on all ranks, in the same order. Each rank has as many rows before as after.
         rank: position of this rank in the group, as in the boxes.
 
     Attributes:
@@ -144,23 +118,21 @@ class RowMoves:
     """
 
     def __init__(self, stacks: Sequence[MovedStack], rank: int) -> None:
-        world = len(stacks[0].old) if stacks else 1
-        self._like = stacks[0].tensors[0] if stacks else torch.empty(0, dtype=torch.float32, device="cpu")
+        world, self._like = len(stacks[0].old), stacks[0].tensors[0]
         self.rank, self.sizes = rank, [[0] * world for _ in range(world)]
-        moved = [(transfer, tensor) for stack in stacks for transfer in transfers_of(stack) for tensor in stack.tensors]
-        pieces = []
-        for transfer, tensor in sorted(moved, key=lambda one: (one[0].source, one[0].destination)):
-            size = math.prod(part.stop - part.start for part in transfer.from_index) * tensor.element_size()
-            sizes = self.sizes[transfer.source]
-            pieces.append(_Piece(transfer, tensor, sum(sizes), size))
-            sizes[transfer.destination] += aligned_bytes(size)
-        self.going = [piece for piece in pieces if piece.transfer.source == rank]
-        self.coming = [piece for piece in pieces if piece.transfer.destination == rank]
+        ranges = []
+        moved = (one for stack in stacks for one in _ranges_of(stack))
+        for one in sorted(moved, key=lambda one: (one.source, one.destination)):
+            sizes = self.sizes[one.source]
+            ranges.append(replace(one, start=sum(sizes)))
+            sizes[one.destination] += aligned_bytes(one.size)
+        self.going = [one for one in ranges if one.source == rank]
+        self.coming = [one for one in ranges if one.destination == rank]
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends to other ranks."""
-        return sum(piece.size for piece in self.going if piece.transfer.destination != self.rank)
+        return sum(one.size for one in self.going if one.destination != self.rank)
 
     @torch.no_grad()
     def run(self, group: ProcessGroup | None, what: str) -> None:
@@ -175,7 +147,7 @@ class RowMoves:
         if group is None or not any(size for a, of in enumerate(self.sizes) for b, size in enumerate(of) if a != b):
             block = warm_rows(1, sum(self.sizes[self.rank]), torch.uint8, self._like.device).view(-1)
             self.pack(block)
-            self.apply(lambda source, first, size: block[first:])
+            self.apply(lambda source, first, size: block[first : first + size])
             return
         channel = channel_of(group)
         if channel.uses_shared_memory(self._like) and _through_memory(self, channel, what):
@@ -190,44 +162,43 @@ class RowMoves:
 
     def pack(self, block: Tensor) -> None:
         """Copy what moves from this rank into its block."""
-        for piece in self.going:
-            piece.pack(block)
+        for one in self.going:
+            rows = one.tensor[one.from_index]
+            block[one.start : one.start + one.size].view(rows.dtype).view(rows.shape).copy_(rows)
 
     def apply(self, read: Read) -> None:
         """Write all ranges to their new positions."""
-        for piece in self.coming:
-            piece.unpack(read(piece.transfer.source, piece.start, piece.size), piece.transfer.to_index)
+        for one in self.coming:
+            _unpack(one, one.to_index, read)
 
-    def undo(self, block: Tensor) -> None:
+    def undo(self, read: Read) -> None:
         """Undo ``apply``, also one that raised, from this rank's block: a rank keeps its number of rows, so rows that
         others overwrite have moved."""
-        for piece in self.going:
-            piece.unpack(block[piece.start :], piece.transfer.from_index)
+        for one in self.going:
+            _unpack(one, one.from_index, read)
+
+
+def _unpack(one: _Range, index: Index, read: Read) -> None:
+    """Copy a range from the block of its source to ``index`` of the tensor."""
+    rows = one.tensor[index]
+    rows.copy_(read(one.source, one.start, one.size).view(rows.dtype).view(rows.shape))
 
 
 def _through_memory(moves: RowMoves, channel: SharedChannel, what: str) -> bool:
     """Send through shared memory, with two copies. Return False on every rank if a rank has no room."""
-    own: list[Tensor] = []
-    changed = False
-
-    def fill(block: Tensor) -> None:
-        own.append(block)
-        moves.pack(block)
+    reads: list[Read] = []
 
     def use(read: Read) -> None:
-        nonlocal changed
-        changed = True
-        moves.apply(lambda source, first, size: own[0][first:] if source == moves.rank else read(source, first, size))
+        reads.append(read)
+        moves.apply(read)
 
     try:
-        blocks = SharedBlocks(sum(moves.sizes[moves.rank]), sum(map(sum, moves.sizes)), fill, use)
+        blocks = SharedBlocks(sum(moves.sizes[moves.rank]), sum(map(sum, moves.sizes)), moves.pack, use)
         return share_blocks(channel, blocks, what)
     except BaseException:
-        if changed:
-            moves.undo(own[0])
+        for read in reads:
+            moves.undo(read)
         raise
-    finally:
-        own.clear()  # a traceback references this frame
 
 
 def _by_expert(boxes_by_rank: Sequence[Sequence[Box]]) -> dict[int, list[tuple[int, Box]]]:
@@ -256,25 +227,16 @@ def _intersect(source: Box, target: Box) -> tuple[Index, Index] | None:
     return tuple(from_index), tuple(to_index)
 
 
-def check_relocation(old: Placement, new: Placement) -> None:
-    """Raise ConfigError unless ``new`` keeps the number of experts and slots of each rank."""
-    new.fitting(old.num_experts, old.world)
-    if new.homes_per_rank != old.homes_per_rank:
-        raise ConfigError(
-            f"a relocation keeps the number of experts of each rank, {old.homes_per_rank}; the new placement has "
-            f"{new.homes_per_rank}"
-        )
-    if new.slots_per_rank != old.slots_per_rank:
-        raise ConfigError(
-            f"a relocation keeps the slots of each rank, {old.slots_per_rank} with those for copies; the new placement "
-            f"has {new.slots_per_rank}. Set Placement.slots of both to the copies that a rank can hold"
-        )
-
-
 def stacks_to_move(
-    layer: ExpertParallel, experts: Experts, placement: Placement, state: Mapping[Any, Mapping[str, Any]]
+    layer: ExpertParallel,
+    experts: Experts,
+    placement: Placement,
+    check: Callable[[Placement], None],
+    state: Mapping[Any, Mapping[str, Any]],
 ) -> list[MovedStack]:
     """Return the weights of the layer's ``experts``, each with the tensors of ``state`` that move with it. Collective.
+
+    check: raises ConfigError if ``placement`` does not fit the layer.
 
     Raises:
         ConfigError, RankMismatch: ``placement`` is invalid, or it or the tensors differ between ranks; on all ranks.
@@ -282,7 +244,7 @@ def stacks_to_move(
     fault: ConfigError | None = None
     moved: dict[str, list[Tensor]] = {}
     try:
-        check_relocation(layer.placement, placement)
+        check(placement)
         for name, param in experts.named_parameters():
             moved[name] = [param.data, *map(plain, moved_state(name, param, state.get(param, {})))]
         if any(managed_by_fsdp(param) for param in experts.parameters()):
@@ -300,7 +262,10 @@ def stacks_to_move(
         compare(channel_of(dispatcher.group), "a relocation of experts", same, fault=fault)
     elif fault is not None:
         raise fault
-    old, new = (experts.shardings_over(one) for one in (layer.placement, placement))
-    etp = layer.sizes["etp"]
-    places = [{"ep": rank // etp, "etp": rank % etp} for rank in range(dispatcher.world)]
-    return [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]
+    places = [{"ep": at // layer.sizes["etp"], "etp": at % layer.sizes["etp"]} for at in range(dispatcher.world)]
+    stacks = []
+    for name, tensors in moved.items():
+        shardings = (experts.shardings_over(one)[name] for one in (layer.placement, placement))
+        old, new = ([sharding.boxes(place, layer.sizes) for place in places] for sharding in shardings)
+        stacks.append(MovedStack(tensors, old, new))
+    return stacks

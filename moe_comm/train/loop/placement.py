@@ -20,24 +20,19 @@ from moe_comm.comm.agree import compare, digest
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.load import LayerLoad, moe_layers
+from moe_comm.layers.moe.relocation import moved_state
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, sum_values
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
-from moe_comm.topology import ParallelMesh, Placement
+from moe_comm.topology import EXPERT_AXES, ParallelMesh, Placement
 from moe_comm.topology.load_window import MOST_MEMORY, LoadWindow
 from moe_comm.topology.rebalance import Decision, DecisionSettings
 from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.parallel.relocation import (
-    ExpertSize,
-    check_relocation,
-    declare_placement,
-    relocate_experts,
-    reserve_memory,
-)
+from moe_comm.train.parallel.relocation import declare_placement, expert_size, parameters_of, relocate_experts
 from moe_comm.train.sections import PlacementSection
 
 FORWARD_BACKWARD = 6
@@ -114,7 +109,11 @@ class ExpertPlacements:
         if not self._reserved:
             self._reserved = True  # measured here, because the optimizer has its state after its first step
             for name, layer in list(self._layers.items())[:1]:
-                reserve_memory(layer, name, self._data_parallel, self._optimizer.state_tensors())
+                _, num_bytes = expert_size(layer, name, self._data_parallel, self._optimizer.state_tensors())
+                # For a switch in which half of the experts leave this rank: the first one would wait for new pages.
+                group = self._mesh.group(*EXPERT_AXES[:-1])
+                assert group is not None
+                channel_of(group).reserve(max(layer.placement.homes_per_rank) // 2 * num_bytes)
         experts = next(iter(self.by_layer.values())).num_experts
         for name, window in self.windows.items():
             window.add(loads[name].load_E[:experts].tolist())
@@ -209,7 +208,9 @@ class ExpertPlacements:
                 raise ConfigError(f"the model has no MoE layer {name!r}; it has {', '.join(self.by_layer)}")
             if name in self._layers:
                 states = self._optimizer.state_tensors()
-                check_relocation(self._layers[name], name, placement, self._data_parallel, states)
+                self._layers[name].check_placement(placement)
+                for item in parameters_of(self._layers[name], name, self._data_parallel).values():
+                    moved_state(item.name, item.value, states.get(item.name, {}))  # raises ConfigError
 
     def _move(self, placements: Mapping[str, Placement]) -> int:
         """Move the experts to ``placements``, which the ranks have checked; return the bytes that this rank sent."""
@@ -260,12 +261,12 @@ class ExpertPlacements:
         if self.times is None:
             rates_2 = [0.0, 0.0]
             for name, layer in list(self._layers.items())[:1]:
-                size = ExpertSize.of(layer, name, self._data_parallel, self._optimizer.state_tensors())
+                weights, num_bytes = expert_size(layer, name, self._data_parallel, self._optimizer.state_tensors())
                 dtype = layer.experts.w13.dtype
                 bytes_per_s = self._transfer_rate()
                 rates_2 = [
-                    gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights),
-                    bytes_per_s / max(size.num_bytes, 1),
+                    gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * weights),
+                    bytes_per_s / max(num_bytes, 1),
                 ]
             rates = torch.tensor(rates_2, dtype=torch.float64, device="cpu")
             rates_W2 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")

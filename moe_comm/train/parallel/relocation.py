@@ -14,57 +14,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.relocation import MovedStack, RowMoves, moved_state
-from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.bucket_schedule import Transfer
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
 
 _STAGE = EXPERT_AXES[:-1]
-
-
 States = Mapping[str, Mapping[str, Tensor]]
 """The optimizer state by parameter and name, as ``Optimizer.state_tensors`` returns it."""
 
 
-@dataclass(frozen=True)
-class ExpertSize:
-    """One expert on a rank.
+def expert_size(layer: MoELayer, name: str, data_parallel: DataParallel, states: States) -> tuple[int, int]:
+    """Return the size of an expert of ``layer``; all have the same, also on ranks without one.
 
-    Attributes:
-        weights: elements that the rank computes with: a complete expert, or a slice of it.
-        num_bytes: bytes of masters and optimizer state that the rank owns of it, and sends if it moves.
+    Returns:
+        Elements that this rank computes with: a complete expert, or a slice of it. Bytes of masters and optimizer state
+        that this rank owns of it, and sends if it moves.
     """
-
-    weights: int
-    num_bytes: int
-
-    @classmethod
-    def of(cls, layer: MoELayer, name: str, data_parallel: DataParallel, states: States) -> ExpertSize:
-        """Return the size of an expert of ``layer``. All have the same, also on ranks without one."""
-        weights = num_bytes = 0
-        mesh = data_parallel.mesh
-        for item in parameters_of(layer, name, data_parallel).values():
-            weights += math.prod(item.sharding.local_shape(mesh.place, mesh.sizes)[1:])
-            for tensor in (item.value, *moved_state(item.name, item.value, states.get(item.name, {}))):
-                num_bytes += math.prod(tensor.shape[1:]) * tensor.element_size()
-        return cls(weights, num_bytes)
-
-
-def check_relocation(
-    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, states: States
-) -> None:
-    """Raise ConfigError if ``relocate_experts`` could not move the experts of ``layer`` to ``placement``."""
-    layer.check_placement(placement)
+    weights = num_bytes = 0
+    mesh = data_parallel.mesh
     for item in parameters_of(layer, name, data_parallel).values():
-        moved_state(item.name, item.value, states.get(item.name, {}))
+        weights += math.prod(item.sharding.local_shape(mesh.place, mesh.sizes)[1:])
+        for tensor in (item.value, *moved_state(item.name, item.value, states.get(item.name, {}))):
+            num_bytes += math.prod(tensor.shape[1:]) * tensor.element_size()
+    return weights, num_bytes
 
 
 @torch.no_grad()
@@ -73,8 +53,8 @@ def relocate_experts(
 ) -> tuple[int, Transfer | None]:
     """Move the experts of ``layer`` to ``placement``. Collective over the pipeline stage, between two steps.
 
-    The ranks have agreed on ``placement`` and checked it (``check_relocation``). Call ``DataParallel.publish``
-    afterwards.
+    The ranks have agreed on ``placement`` and checked it (``MoELayer.check_placement``), and that the optimizer state
+    can move (``moved_state``). Call ``DataParallel.publish`` afterwards.
 
     Returns:
         Bytes that this rank sends to other ranks, and the transfer of the state if it is in flight.
@@ -101,31 +81,16 @@ def relocate_experts(
         if state := moved_state(item.name, item.value, states.get(item.name, {})):
             moments.append(MovedStack(state, old, new, same_replica))
     what, rank = f"relocating the experts of layer {name!r} to version {placement.version}", ranks.index(mesh.rank)
-    if group is not None and moments and data_parallel.overlaps(group):
-        first, later = RowMoves(masters, rank), RowMoves(moments, rank)
-        first.run(group, what)
-        what = f"{what}: optimizer state"
+    together = group is None or not moments or not data_parallel.overlaps(group)
+    moves = [RowMoves(stacks, rank) for stacks in ([[*masters, *moments]] if together else [masters, moments])]
+    moves[0].run(group, what)
+    transfer = None
+    if group is not None and not together:
         transfer = data_parallel.in_background(
-            group, lambda duplicate: later.run(duplicate, what), moments[0].tensors[0]
+            group, lambda duplicate: moves[1].run(duplicate, f"{what}: optimizer state"), moments[0].tensors[0]
         )
-        sent_bytes = first.sent_bytes + later.sent_bytes
-    else:
-        moves, transfer = RowMoves([*masters, *moments], rank), None
-        moves.run(group, what)
-        sent_bytes = moves.sent_bytes
     declare_placement(layer, name, placement, data_parallel)
-    return sent_bytes, transfer
-
-
-def reserve_memory(layer: MoELayer, name: str, data_parallel: DataParallel, states: States) -> None:
-    """Reserve shared memory for a switch in which half of the experts of ``layer`` leave this rank.
-
-    Collective, as ``channel_of``. Otherwise the first switch waits for new pages.
-    """
-    group = data_parallel.mesh.group(*_STAGE)
-    if group is not None:
-        size = ExpertSize.of(layer, name, data_parallel, states)
-        channel_of(group).reserve(max(layer.placement.homes_per_rank) // 2 * size.num_bytes)
+    return sum(one.sent_bytes for one in moves), transfer
 
 
 def declare_placement(layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel) -> None:

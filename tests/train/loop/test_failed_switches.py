@@ -27,7 +27,7 @@ from moe_comm.train.loop import placement as placement_module
 from moe_comm.train.loop.build import TrainState
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.optim import Optimizer
-from moe_comm.train.parallel.relocation import ExpertSize, relocate_experts
+from moe_comm.train.parallel.relocation import expert_size, relocate_experts
 from tests.pool import RankPool, with_longer_deadline
 from tests.train.checkpoint.common import patched
 from tests.train.common import session
@@ -356,8 +356,7 @@ def sizes_of_experts(rank: int, world: int, settings: list[str]) -> tuple[int, i
     with session(settings) as active:
         state = active.trainer.train_state
         (name, layer), *_ = moe_layers(active.stages[0])
-        size = ExpertSize.of(layer, name, state.data_parallel, state.optimizer.state_tensors())
-        return size.weights, size.num_bytes
+        return expert_size(layer, name, state.data_parallel, state.optimizer.state_tensors())
 
 
 @pytest.mark.parametrize(
