@@ -164,7 +164,8 @@ class ParallelConfig:
             axes: axes of one grid.
         """
         others = [axis for axis in _grid_of(axes) if axis not in axes]
-        return [self.group_of(first, *axes) for first in self.group_of(0, *others)]
+        offsets = self.group_of(0, *axes)
+        return [tuple(first + offset for offset in offsets) for first in self.group_of(0, *others)]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group of ``groups(*axes)`` that contains ``rank``, without computing the others."""

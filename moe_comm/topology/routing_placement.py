@@ -107,7 +107,8 @@ def placement_from_routing(
 
 def _with_copies(loads_E: Loads, placement: Placement, slots: int) -> Placement:
     """Return ``placement`` with the copies of the plan that lends rows of these loads with ``slots`` for each rank."""
-    if not 0 <= slots <= (most := len(loads_E) - max(placement.homes_per_rank)):
+    most = len(loads_E) - max(placement.homes_per_rank)
+    if not 0 <= slots <= most:
         raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {slots}")
     rows, owners = sum(loads_E), [[home] for home in placement.homes]
     limits = Limits(-(-rows // placement.world), rows, 1, 0, slots)

@@ -172,6 +172,7 @@ def test_eplb_replicates_the_experts_with_the_most_rows_per_replica() -> None:
         {"every": 0},
         {"threshold": 1.0},
         {"slots": 5},
+        {"slots": -1},
         {"hot": 1.5},
         {"hot": 0.5, "experts": 4, "slots": 0},
         {"window": 4},

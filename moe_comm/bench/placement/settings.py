@@ -112,7 +112,8 @@ class PlacementBench(BatchShape):
             raise ConfigError(f"ranks must be divisible by hosts; got {self.ranks} ranks, {self.hosts} hosts")
         if self.balance is not None:
             Balance(self.balance)  # raises ConfigError
-        if not 0 <= self.slots <= (most := self.experts - self.experts // self.ranks):
+        most = self.experts - self.experts // self.ranks
+        if not 0 <= self.slots <= most:
             raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {self.slots}")
 
     @property
