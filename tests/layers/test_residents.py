@@ -15,8 +15,7 @@ from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import InputError, PeerDied, PeerRaised
 from moe_comm.layers import MoELayer, RouterConfig
-from moe_comm.layers.data_parallel.residents import STEPS, Residents
-from moe_comm.topology.balance import Balance, Lent
+from moe_comm.topology.balance import Balance
 from tests.layers.reference import draw
 from tests.layers.test_balance import ALWAYS, CONFIG, HIDDEN, Run, build, routed
 from tests.pool import RankPool, on_ranks
@@ -116,25 +115,6 @@ def test_the_first_call_after_a_change_publishes(group: dist.ProcessGroup, rank:
     for one in layers:
         one.dispatcher.close()
     configure_collectives(CollectiveOptions())
-
-
-def test_residents_are_those_of_the_last_steps_up_to_the_slots() -> None:
-    residents = Residents(2)
-    assert residents.advance() == ()
-    lent = [(0, 1), (2, 1), (1, 0), (3, 1)]
-    for pair in lent:
-        residents.record([Lent(*pair, 5)])
-        residents.record([Lent(*pair, 5)])
-        chosen = residents.advance()
-        assert residents.advance() == chosen == residents.pairs
-    assert chosen == ((3, 1), (1, 0), (2, 1))
-    residents.record([Lent(4, 0, 1), Lent(5, 0, 2)])
-    assert residents.pairs == chosen  # until weights change
-    assert residents.advance() == ((5, 0), (4, 0), (3, 1), (2, 1))
-    for _ in range(STEPS):
-        residents.record([])
-        chosen = residents.advance()
-    assert chosen == ()
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ Ranks that dispatch through shared memory have their parameters there, and read 
 are. Otherwise the home sends them into the slots for copies of the stacks of ``ExpertCopies``, and again in backward if
 another call has used these. Experts then compute with one tensor of each parameter, on any device. Weights that are in
 a slot already are not sent again. Plans prefer them: in inference all of them, and in training only those of residents
-(``residents.py``), which do not change until weights change, because recomputation must find the same plan.
+(``Residents``), which do not change until weights change, because recomputation must find the same plan.
 
 FSDP2 gathers the parameters when the experts are called, and frees them afterwards. Each call sends its weights there,
 after the dispatch, into slots that are not in the stacks (``LentCall.others``). The parameters enter the autograd graph
@@ -38,8 +38,7 @@ from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.lent_adapters import Adapters, Loan, lend_adapters
 from moe_comm.layers.data_parallel.lent_call import LentCall, LentGradients
-from moe_comm.layers.data_parallel.residents import Residents
-from moe_comm.runtime.row_plan import choose_rows
+from moe_comm.runtime.row_plan import Residents, choose_rows
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, rows_of_ranks
 
@@ -90,7 +89,7 @@ class LentExperts(ExpertCopies):
         self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the buffers of each rank
         self._seen: list[tuple[int, int]] = []
         self._due = self._stale = False  # residents may change; the weights of all ranks have. Equal on all ranks
-        self._residents = self._no_residents()
+        self._residents = Residents(placement)
         self._arriving: Callable[[], None] | None = None  # waits for the weights of residents that are being sent
 
     @property
@@ -104,10 +103,7 @@ class LentExperts(ExpertCopies):
 
     def forget(self) -> None:
         """Choose no residents before the next step has ended: they are not part of checkpoints. Called on all ranks."""
-        self._residents = self._no_residents()
-
-    def _no_residents(self) -> Residents:
-        return Residents(0 if self._sharded else self.placement.slots or 0)
+        self._residents = Residents(self.placement)
 
     @property
     def _sharded(self) -> bool:
@@ -234,8 +230,8 @@ class LentExperts(ExpertCopies):
                 raise RankMismatch(
                     f"ranks have other plans of lent experts of layer {self._label!r}, from equal row counts"
                 )
-        if any(grads_W) and not self._in_place:
-            self._residents.record(lent)
+        if any(grads_W) and not (self._in_place or self._sharded):
+            self._residents.record(loads_E, limits, lent)
         counts = loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist()
         rows = tuple(rows_of_ranks(loads_E, placement.homes, world, lent))
         return CallPlan(lent, places, hashed, rows, counts, len(set(residents).intersection(pairs)))
