@@ -79,13 +79,25 @@ def _tables(study: PlacementStudy) -> list[Table]:
     for name in ("layer", "every", "window", "threshold", "ratio", "switches", "last decision"):
         replays.add_column(name, justify="left" if name in ("layer", "last decision") else "right")
     lending = Table(title="experts lent in each step (placement.balance)", title_justify="left")
-    for name in ("layer", "limit", "before", "ratio", "copies a step", "MB a step", "saved ms"):
+    for name in (
+        "layer",
+        "limit",
+        "before",
+        "ratio",
+        "copies a step",
+        "resident",
+        "MB a step",
+        "MB before",
+        "saved ms",
+    ):
         lending.add_column(name, justify="left" if name == "layer" else "right")
     for layer in study.layers:
         for limit, lent in zip(study.limits, layer.lending, strict=True):
             figures = [f"{limit:g}", f"{lent.before:.3f}", f"{lent.ratio:.3f}", f"{lent.copies:.1f}"]
-            if study.copy_bytes is not None:  # without the widths of experts, a row has no time
-                figures += [f"{lent.copies * study.copy_bytes / 1e6:.2f}", f"{lent.saved_s * 1e3:.3g}"]
+            figures.append(f"{lent.resident / lent.copies:.0%}" if lent.copies else "-")
+            if study.expert_bytes is not None:  # without the widths of experts, a row has no time
+                figures += [f"{sent / 1e6:.2f}" for sent in study.lending_bytes(lent)]
+                figures.append(f"{lent.saved_s * 1e3:.3g}")
             lending.add_row(layer.layer, *figures)
         ratios = (layer.hottest, layer.fixed, layer.realised, layer.best)
         texts = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_comm.layers.transformer.shape import MASTER, ModelShape
-from moe_comm.runtime.row_plan import choose_rows
+from moe_comm.runtime.row_plan import Residents, choose_rows
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.balance import Balance, busiest_transfers, rows_of_ranks
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import over_mean
 from moe_plan.machine.hardware import Cluster, item_bytes
+
+COUNTS = ("copies", "residents", "resident", "busiest", "published", "fresh")
+"""Fields of ``LendingReplay`` that are counted."""
 
 
 @dataclass(frozen=True)
@@ -20,39 +24,59 @@ class LendingReplay:
 
     Attributes:
         before, ratio: rows of the busiest rank over the mean, without lending and with it.
-        copies: lent experts in a step, of all ranks.
-        busiest: lent experts that one rank sends or receives in a step at most.
+        copies, residents, resident: of all ranks in a step: lent experts, copies whose weights were sent before the
+            step, and lent experts that were among these.
+        busiest, published, fresh: at most of one rank in a step: lent experts that it sends or receives, copies whose
+            weights it sends or receives before the step, and in it.
         saved_s: seconds that a step saves, after the cost of the copies; by the costs of the plan.
     """
 
     before: float
     ratio: float
     copies: float
+    residents: float
+    resident: float
     busiest: float
+    published: float
+    fresh: float
     saved_s: float
 
 
-def replay_lending(steps: Sequence[Loads], world: int, balance: Balance, costs: tuple[int, int]) -> LendingReplay:
+def replay_lending(
+    steps: Sequence[Loads], world: int, balance: Balance, costs: tuple[int, int], in_place: bool = False
+) -> LendingReplay:
     """Return what lending would have done in ``steps`` on ``world`` ranks with consecutive experts.
 
     Args:
+        steps: loads in the order of the steps. The first step has no residents.
         costs: nanoseconds of a row and of a copy, as ``Balance.costs``.
+        in_place: ranks read the weights of others where they are, so none are sent and there are no residents.
     """
     homes = balance.placement(Placement.contiguous(len(steps[0]), world))
-    before = after = copies = busiest = 0
+    residents, totals = Residents(homes), Counter[str]()
     for loads_E in steps:
         # The rows of a rank's tokens are unknown: those of the mean.
-        slots = -(-sum(loads_E) // world)
+        slots, pairs = -(-sum(loads_E) // world), residents.advance()
         limits = balance.limits(sum(loads_E), slots, world, homes.slots or 0, costs)
-        lent, _ = choose_rows(loads_E, homes, limits)
-        before += max(rows_of_ranks(loads_E, homes.homes, world, ()))
-        after += max(rows_of_ranks(loads_E, homes.homes, world, lent))
-        copies += len(lent)
-        busiest += busiest_transfers((homes.homes[one.expert], one.rank) for one in lent)
+        lent, _ = choose_rows(loads_E, homes, limits, pairs)
+        if not in_place:
+            residents.record(loads_E, limits, lent)
+        used = [(one.expert, one.rank) for one in lent]
+        fresh = [one for one in used if one not in pairs]
+        totals["before"] += max(rows_of_ranks(loads_E, homes.homes, world, ()))
+        totals["after"] += max(rows_of_ranks(loads_E, homes.homes, world, lent))
+        totals["copies"] += len(used)
+        totals["residents"] += len(pairs)
+        totals["resident"] += len(used) - len(fresh)
+        for name, copies in (("busiest", used), ("published", pairs), ("fresh", fresh)):
+            totals[name] += busiest_transfers((homes.homes[expert], rank) for expert, rank in copies)
     count, rows = len(steps), sum(map(sum, steps))
-    saved_s = ((before - after) * costs[0] - busiest * costs[1]) / count * 1e-9
+    saved_s = ((totals["before"] - totals["after"]) * costs[0] - totals["fresh"] * costs[1]) / count * 1e-9
     return LendingReplay(
-        over_mean(before, rows, world), over_mean(after, rows, world), copies / count, busiest / count, saved_s
+        before=over_mean(totals["before"], rows, world),
+        ratio=over_mean(totals["after"], rows, world),
+        saved_s=saved_s,
+        **{name: totals[name] / count for name in COUNTS},
     )
 
 
@@ -91,6 +115,14 @@ class Lending:
         """Whether ranks read the weights of others in shared memory."""
         return self.cluster.direct and self.on_one_host(ranks)
 
-    def bytes_of_copy(self, ranks: int) -> int:
-        """Return the bytes per element that a copy takes: weights in forward and backward, and a gradient in fp32."""
-        return MASTER + (0 if self.in_place(ranks) else 2 * self.size)
+    def bytes_of_step(self, copies: float, published: float, fresh: float, ranks: int, calls: int) -> float:
+        """Return the bytes per element that copies take in a step of ``calls`` calls.
+
+        Residents receive weights once, other lent experts in forward and backward of each call, and each lent expert
+        returns a gradient in fp32.
+
+        Args:
+            copies, published, fresh: see ``LendingReplay``, of all ranks or of one.
+        """
+        weights = 0 if self.in_place(ranks) else self.size
+        return calls * (copies * MASTER + fresh * 2 * weights) + published * weights

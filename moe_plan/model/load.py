@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from statistics import fmean
 from typing import Literal, Self, get_args
@@ -18,7 +18,7 @@ from moe_comm.topology.balance import busiest_transfers
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import Decision, DecisionSettings, decide, moved_homes, replayed_ratio
 from moe_plan.machine.hardware import BYTES, item_bytes
-from moe_plan.model.lending import Lending, replay_lending
+from moe_plan.model.lending import Lending, LendingReplay, replay_lending
 from moe_plan.model.lengths import DocumentLengths
 
 LoadPlacement = Literal["fixed", "relocate", "balance"]
@@ -36,7 +36,9 @@ class PlacedLoads:
         ratio: the same with the chosen placements.
         moved: experts that a rank sends or receives in a switch of one layer, or lends or borrows in a step, mean over
             the layers.
-        copies: lent experts of all ranks in a step of one layer, mean.
+        copies, resident: lent experts of all ranks in a step of one layer, and those of them whose weights were sent
+            before the step, mean.
+        published, fresh: copies whose weights a rank sends or receives before a step of one layer and in it, mean.
         reason: why the first layer switches or does not.
     """
 
@@ -46,6 +48,9 @@ class PlacedLoads:
     moved: float
     reason: str
     copies: float = 0.0
+    resident: float = 0.0
+    published: float = 0.0
+    fresh: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +60,7 @@ class ExpertLoads:
     Args:
         layers: for each layer the rows of each expert in each step.
         kind: "fixed", or "relocate": experts move as ``decide`` chooses. "balance": in each step, experts are lent with
-            the recorded rows, where that pays, and without resident copies.
+            the recorded rows and the resident copies of the steps before, where that pays.
         every: steps between switches, over which their bytes are divided.
         lending: costs, for "balance".
 
@@ -121,14 +126,17 @@ def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
 def _lent(loads: ExpertLoads, ranks: int) -> PlacedLoads:
     assert loads.lending is not None
     balance, costs = loads.lending.balance(ranks), loads.lending.costs(ranks)
-    layers = [replay_lending(steps, ranks, balance, costs) for steps in loads.layers]
-    before, ratio, copies, busiest, saved_s = (
-        fmean(getattr(one, name) for one in layers) for name in ("before", "ratio", "copies", "busiest", "saved_s")
-    )
+    in_place = loads.lending.in_place(ranks)
+    layers = [replay_lending(steps, ranks, balance, costs, in_place) for steps in loads.layers]
+    mean = {field.name: fmean(getattr(one, field.name) for one in layers) for field in fields(LendingReplay)}
+    copies, resident, busiest = mean["copies"], mean["resident"], mean["busiest"]
     reason = (
-        f"a layer lends {copies:.1f} experts in a step, {busiest:.1f} of one rank, and saves {saved_s * 1e3:.3g} ms"
+        f"a layer lends {copies:.1f} experts in a step, {busiest:.1f} of one rank and {resident:.1f} of them resident, "
+        f"and saves {mean['saved_s'] * 1e3:.3g} ms"
     )
-    return PlacedLoads("balance" if copies else "fixed", before, ratio, busiest, reason, copies)
+    kind: LoadPlacement = "balance" if copies else "fixed"
+    sent = copies, resident, mean["published"], mean["fresh"]
+    return PlacedLoads(kind, mean["before"], mean["ratio"], busiest, reason, *sent)
 
 
 DROPLESS = 1.29

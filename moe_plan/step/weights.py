@@ -174,7 +174,8 @@ class StageWeights:
         expert = self.elements(rank)[1] * ep / self.shape.experts
         moved = placed.moved * expert * moved_bytes("adamw") / self.loads.every
         if self.loads.lending is not None:
-            moved = placed.moved * expert * self.loads.lending.bytes_of_copy(ep) * self.micro_batches
+            copies = placed.moved, placed.published, placed.fresh
+            moved = expert * self.loads.lending.bytes_of_step(*copies, ep, self.micro_batches)
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.
         cost = self.placed.cluster.all_to_all(moved * ep / (ep - 1), self.placed.spans["ep"])
         return [TailCollective("expert", "moves" if self.loads.lending is None else "lending", cost)] if moved else []

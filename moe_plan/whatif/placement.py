@@ -44,6 +44,8 @@ from moe_plan.whatif.run_trace import read_run_trace
 
 CONFIG_BYTES = 1 << 20
 """Limit of the size of a configuration."""
+BYTES = ("bytes_in_step", "bytes_before_step")
+"""Names of ``PlacementStudy.lending_bytes`` in JSON."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class PlacementStudy:
     Attributes:
         costs: whether seconds are measured; without them, switches cost nothing.
         limits: limits of the rows of a rank over the mean, with lending.
-        copy_bytes: bytes of a lent expert in a step: weights in forward and backward, and a gradient. None: unknown.
+        expert_bytes: bytes of the weights of an expert, and of its gradient. None: unknown.
     """
 
     run: str
@@ -155,7 +157,15 @@ class PlacementStudy:
     settings: tuple[DecisionSettings, ...]
     layers: tuple[LayerPlacement, ...]
     limits: tuple[float, ...] = ()
-    copy_bytes: int | None = None
+    expert_bytes: tuple[int, int] | None = None
+
+    def lending_bytes(self, lent: LendingReplay) -> tuple[float, float]:
+        """Return the bytes that all ranks send for copies, in a step and before it, if weights are sent.
+
+        In a step, copies that are not resident receive weights in forward and backward, and all return a gradient.
+        """
+        weights, gradient = self.expert_bytes or (0, 0)
+        return lent.copies * gradient + (lent.copies - lent.resident) * 2 * weights, lent.residents * weights
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain numbers and lists."""
@@ -178,11 +188,13 @@ class PlacementStudy:
                 for result in one.replays
             ]
             values["lending"] = [
-                {"rows": limit} | asdict(result) for limit, result in zip(self.limits, one.lending, strict=True)
+                {"rows": limit, **asdict(result)}
+                | (dict(zip(BYTES, self.lending_bytes(result), strict=True)) if self.expert_bytes else {})
+                for limit, result in zip(self.limits, one.lending, strict=True)
             ]
             layers.append(values)
         settings = [asdict(one) for one in self.settings]
-        head = {"run": self.run, "ranks": self.ranks, "costs": self.costs, "copy_bytes": self.copy_bytes}
+        head = {"run": self.run, "ranks": self.ranks, "costs": self.costs, "expert_bytes": self.expert_bytes}
         return {**head, "settings": settings, "layers": layers}
 
 
@@ -251,9 +263,9 @@ def study(
         decisions = recorded.get(layer, []) if world == own else None
         lending = tuple(replay_lending(list(real.values()), world, *one) for one in lendings)
         layers.append(replace(_layer(layer, real, world, decisions, settings), lending=lending))
-    copy_bytes = None if elements is None else elements * (2 * size + MASTER)
+    expert_bytes = None if elements is None else (elements * size, elements * MASTER)
     head = (str(run), world, seconds is not None, tuple(settings))
-    return PlacementStudy(*head, tuple(layers), tuple(limits), copy_bytes)
+    return PlacementStudy(*head, tuple(layers), tuple(limits), expert_bytes)
 
 
 def _layer(

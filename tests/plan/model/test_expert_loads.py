@@ -40,10 +40,15 @@ def test_a_replay_lends_the_rows_above_the_limit() -> None:
     lent = replay_lending(steps, 2, Balance(rows=1.0), costs=(1000, 2000))
     # In the first step, 5 rows of expert 0 on rank 1 for one copy; none in the second.
     assert lent.before == pytest.approx((12 + 7) / 14) and lent.ratio == 1.0
-    assert (lent.copies, lent.busiest) == (0.5, 0.5)
+    assert (lent.copies, lent.busiest, lent.fresh) == (0.5, 0.5, 0.5)
+    assert (lent.residents, lent.published, lent.resident) == (0.5, 0.5, 0)  # in the second step, which lends none
     assert lent.saved_s == pytest.approx((5 * 1000 - 2000) / 2 * 1e-9)
     dear = replay_lending(steps, 2, Balance(rows=1.0), costs=(1000, 6000))
     assert dear.ratio == dear.before and dear.copies == 0
+    again, in_place = (replay_lending(steps[:1] * 2, 2, Balance(rows=1.0), (1000, 2000), one) for one in (False, True))
+    assert (again.copies, again.resident, again.fresh) == (1, 0.5, 0.5)
+    assert again.saved_s == pytest.approx((2 * 5 * 1000 - 2000) / 2 * 1e-9)
+    assert (in_place.resident, in_place.residents, in_place.fresh) == (0, 0, 1)
 
 
 def test_a_plan_counts_slots_bytes_and_time_of_lent_experts() -> None:
@@ -59,8 +64,10 @@ def test_a_plan_counts_slots_bytes_and_time_of_lent_experts() -> None:
     # In bf16: slots of 5 layers. In fp32: gradients of one layer's experts and slots.
     assert memories[1].weights - memories[0].weights == 2 * 5 * homes * expert
     assert memories[1].gradients - memories[0].gradients == 4 * 2 * homes * expert
-    # Weights in two passes and a gradient, in 4 micro-batches of 5 layers.
-    sent = placed.moved * (2 * 2 + 4) * expert * 5 * 4
+    # Equal loads in 3 steps: all copies are resident in two of them.
+    assert placed.fresh == pytest.approx(placed.moved / 3) and placed.published == pytest.approx(placed.moved * 2 / 3)
+    # In 4 micro-batches of 5 layers weights in two passes, but those of residents once, and gradients.
+    sent = (4 * (placed.fresh * 2 * 2 + placed.moved * 4) + placed.published * 2) * expert * 5
     assert sum(lent.step.sent["expert lending"].values()) == pytest.approx(sent)
     assert lent.step.seconds < still.step.seconds
     with pytest.raises(ConfigError, match="sharding must be replicate or zero1"):
@@ -70,8 +77,8 @@ def test_a_plan_counts_slots_bytes_and_time_of_lent_experts() -> None:
 def test_ranks_that_share_memory_need_no_slots_and_send_gradients_only() -> None:
     cluster = replace(cluster_named("h100", 4), direct=True)
     lending = Lending.of(SMALL, cluster, "bf16")
-    assert lending.in_place(4) and lending.bytes_of_copy(4) == 4
-    assert not lending.in_place(16) and lending.bytes_of_copy(16) == 8
+    assert lending.in_place(4) and lending.bytes_of_step(3, 2, 1, ranks=4, calls=5) == 5 * 3 * 4
+    assert not lending.in_place(16) and lending.bytes_of_step(3, 2, 1, ranks=16, calls=5) == 5 * (3 * 4 + 4) + 2 * 2
     mapping = Mapping(ParallelConfig(dp=4, ep=4))
     weights = [
         PlanRequest(SMALL, cluster, Workload(4096, loads=loads), 16).fit(mapping).fullest.weights

@@ -127,12 +127,16 @@ def test_lending_is_replayed_with_each_limit(tmp_path: Path, capsys: pytest.Capt
     tight, loose = layer["lending"]
     assert (tight["rows"], loose["rows"]) == (1, 64)
     # Without the widths of experts, copies cost nothing.
-    assert result["copy_bytes"] is None and tight["saved_s"] > 0
+    assert result["expert_bytes"] is None and tight["saved_s"] > 0 and "bytes_in_step" not in tight
     assert tight["before"] == loose["before"] == loose["ratio"] == layer["fixed"] > tight["ratio"]
     assert tight["copies"] > 0 == loose["copies"]
     write_spans(tmp_path, 'kind = "adamw"', "bfloat16")
     measured = study(tmp_path, [NEVER], limits=[1.0])
-    assert measured.copy_bytes == 3 * 16 * 8 * (2 * 2 + 4)
+    weights, gradient = 3 * 16 * 8 * 2, 3 * 16 * 8 * 4
+    lent = measured.layers[0].lending[0]
+    assert measured.expert_bytes == (weights, gradient) and 0 < lent.resident < lent.copies
+    sent = lent.copies * (2 * weights + gradient) - lent.resident * 2 * weights
+    assert measured.lending_bytes(lent) == pytest.approx((sent, lent.residents * weights))
     # A row takes 0.4 s, and a step saves 2 rows of the busiest rank.
     assert measured.layers[0].lending[0].ratio == tight["ratio"]
     assert measured.layers[0].lending[0].saved_s == pytest.approx(0.8, rel=1e-3)
