@@ -204,4 +204,4 @@ class Recovery:
     def _copies_are_current(self) -> bool:
         """Return whether the copies of experts on this rank have their weights."""
         copies = [one.copies for model in self._models for one in swapped_experts(model).values()]
-        return all(one is None or one.published for one in copies)
+        return all(one is None or not one.changed for one in copies)

@@ -100,7 +100,7 @@ def _move(
     rows_of = [{expert: row for row, expert in enumerate(stored(member))} for member in members]
     names, own = list(experts.layout.parameters), dispatcher.rank
     stacks: dict[str, Tensor] = {name: getattr(experts, name).detach() for name in names}
-    if experts.copies is not None and from_copies:
+    if experts.copies is not None and from_copies and old.has_copies:
         stacks = experts.copies.stacked()
     values = {name: stack.new_empty(len(new.homes_of(own)), *stack.shape[1:]) for name, stack in stacks.items()}
     transfers: list[RowTransfer] = []

@@ -131,11 +131,6 @@ class ExpertCopies:
         self._versions: list[int] = []
         self.weights_changed()
 
-    @property
-    def published(self) -> bool:
-        """Whether this rank's copies have the weights of their homes."""
-        return not self._due
-
     def weights_changed(self) -> None:
         """Publish before the next forward pass. Called on all ranks."""
         self._due = True
@@ -214,19 +209,14 @@ class ExpertCopies:
         Returns:
             Bytes of this rank's experts that other ranks received.
         """
-        sent = self._send(self._copied, f"publishing the copies of experts of layer {self._label!r}")
-        self._due, self._versions = False, self._present_versions()
-        return sent
-
-    @torch.no_grad()
-    def _send(self, copies: Iterable[tuple[int, int, int]], what: str) -> int:
-        """Send weights to slots, given as (expert, rank, slot). Collective. Return the bytes that this rank sent."""
         before = self.published_bytes
-        self._start_sending(copies, what)()
+        self._start_sending(self._copied, f"publishing the copies of experts of layer {self._label!r}")()
+        self._due, self._versions = False, self._present_versions()
         return self.published_bytes - before
 
     def _start_sending(self, copies: Iterable[tuple[int, int, int]], what: str) -> Callable[[], None]:
-        """Start ``_send``. Return a function that waits until this rank's slots have their weights; collective."""
+        """Start to send weights to slots, given as (expert, rank, slot). Collective. Return a function that waits until
+        this rank's slots have their weights; collective."""
         sources, slots = self._buffers()
         transfers = [self._transfer_of(*one) for one in copies]
         sent, finish = start_rows(channel_of(self._shards.group), transfers, sources, into(slots), what)

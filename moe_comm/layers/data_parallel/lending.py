@@ -36,7 +36,7 @@ from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, into, s
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, is_dtensor
-from moe_comm.layers.data_parallel.lent_adapters import Adapters, Loan, lend_adapters
+from moe_comm.layers.data_parallel.lent_adapters import Adapters, lend_adapters
 from moe_comm.layers.data_parallel.lent_call import LentCall, LentGradients
 from moe_comm.runtime.row_plan import Residents, choose_rows
 from moe_comm.topology import Placement
@@ -91,11 +91,6 @@ class LentExperts(ExpertCopies):
         self._due = self._stale = False  # residents may change; the weights of all ranks have. Equal on all ranks
         self._residents = Residents(placement)
         self._arriving: Callable[[], None] | None = None  # waits for the weights of residents that are being sent
-
-    @property
-    def published(self) -> bool:
-        """False: each call determines which ranks have copies."""
-        return False
 
     def weights_changed(self) -> None:
         """Send weights again from the next call on. Ranks may differ; ``plan`` also detects changes itself."""
@@ -380,7 +375,7 @@ class LentExperts(ExpertCopies):
         own = plan.of_rank(ep)
         experts = (*placement.homes_of(ep), *(own.get(place, EMPTY) for place in range(call.slots - homes[ep])))
         offsets = tuple(plan.first_row(expert, ep) for expert in experts)
-        call.adapters, call.receive_adapters = lend_adapters(adapters, Loan(experts, offsets, homes[ep], send, add))
+        call.adapters, call.receive_adapters = lend_adapters(adapters, experts, offsets, homes[ep], send, add)
 
     def _peer(self, expert: int) -> dict[str, Tensor]:
         """Return the weights of an expert of another rank in shared memory, [1, ...] by name."""
