@@ -139,12 +139,9 @@ class Sharding:
             runs[share.dim] = _clip_runs(runs[share.dim], share.rows)
         slices_by_dim = []
         for dim_runs in runs:
-            starts = [0, *accumulate(length for _, length in dim_runs)]
+            starts = accumulate((length for _, length in dim_runs), initial=0)
             slices_by_dim.append(
-                [
-                    (slice(start, start + length), slice(begin, begin + length))
-                    for start, (begin, length) in zip(starts, dim_runs, strict=False)
-                ]
+                [(slice(at, at + n), slice(begin, begin + n)) for at, (begin, n) in zip(starts, dim_runs, strict=False)]
             )
         return [
             Box(tuple(local for local, _ in slices), tuple(full for _, full in slices))
