@@ -132,8 +132,8 @@ class SerialRun:
     def take_gradients(self, grad_RD: Tensor, later: bool) -> tuple[Rows, Tensor | None]:
         """Return the gradient of each row, and its weight, for a backward pass of the experts.
 
-        A pipeline schedule computes the gradients of inputs and of weights in two passes, and ranks may run the second
-        passes of their layers in different orders. So the first one keeps what the backward of the combine has sent.
+        A pipeline schedule computes the gradients of inputs and of weights in two passes. The second one does not run
+        the backward of the combine, so the first one keeps what that has sent.
 
         Args:
             later: Whether a later pass may compute the gradients of the weights.

@@ -271,7 +271,7 @@ class ExpertMLP(LocalExperts):
         return range(self.num_experts - len(self.others), self.num_experts)
 
     def new_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        if self.wide is None:
+        if self.wide is None or not any(needed):
             return super().new_gradients(needed)
         return [out if is_needed else None for out, is_needed in zip(self.wide()[0], needed, strict=True)]
 
@@ -577,7 +577,7 @@ class MLPBackward(ExpertBackward):
     def _outputs(self, part: Part, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the outputs for the gradients of the tensors of the experts of ``part``."""
         experts, wide, stacked = part.experts, self._mlp.wide, self._mlp.alone.start
-        if wide is not None and part.expert >= stacked:
+        if wide is not None and part.expert >= stacked and any(grad is not None for grad in grads):
             experts = slice(experts.start - stacked, experts.stop - stacked)
             grads = [None if grad is None else out for grad, out in zip(grads, wide()[1], strict=True)]
         return [None if grad is None else grad[experts] for grad in grads]

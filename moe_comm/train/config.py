@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from moe_comm.errors import ConfigError, suggestion
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
-from moe_comm.topology.pipeline import can_split, check_micro_batches
+from moe_comm.topology.pipeline import check_micro_batches
 from moe_comm.train.data.settings import CorpusSettings
 from moe_comm.train.offload.settings import OffloadSection
 from moe_comm.train.section_base import MOST, Section
@@ -116,11 +116,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_balance(self) -> Self:
-        schedule, pp = self.parallel.schedule, self.parallel.pp
-        if self.placement.balance is not None and can_split(schedule, pp):
-            raise ValueError(
-                f"placement.balance does not support parallel.schedule {schedule!r}, which splits backward"
-            )
         if self.peer_to_peer.capacity_rows == "memory":
             if self.placement.balance is None or self.placement.balance.memory is None:
                 raise ValueError('peer_to_peer.capacity_rows = "memory" requires placement.balance.memory')

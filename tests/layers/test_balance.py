@@ -49,6 +49,8 @@ class Run:
     balance: Balance | None = None
     device: str = "cpu"
     capacity: int | Literal["memory"] | None = None
+    halves: bool = False
+    """Compute the gradients of inputs of all calls, then those of weights, as zero-bubble schedules do."""
     resident: bool = False
     """Measure a step in which weights of experts that the step before has lent are sent by gloo before the calls."""
 
@@ -111,6 +113,9 @@ def routed(layer: MoELayer, run: Run, rank: int, call: int) -> tuple[Tensor, Any
 
 def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
     """Run all forward passes, then all backward passes. Return outputs, gradients, and what was computed where."""
+    # It imports Triton, which some tests must configure first.
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
     configure_collectives(CollectiveOptions(shared_memory=not run.resident))
     layer = build(run.balance, run)
     result: dict[str, Any] = {"rows": [], "plans": [], "counts": [], "resident": []}
@@ -142,11 +147,20 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
             of_lent = layer.take_lent(layer.copies)[3:].tolist()
             nbytes = len(sent) * sum(p[0].nbytes for p in layer.experts.parameters())
             assert of_lent == [CALLS, sum(len(one) for one, _ in result["plans"]), 0, nbytes]
+    later: list[Any] = []
     for call, (x, weights, y) in enumerate(calls):
-        y.backward(gradient(y, rank, call))
+        if run.halves:
+            outputs = [y.clone()]  # detached in place
+            _, groups = stage_backward_input(outputs, [gradient(y, rank, call)], [x, weights], layer.parameters())
+            later.append(groups)
+            assert all(param.grad is None for param in layer.parameters())
+        else:
+            y.backward(gradient(y, rank, call))
         if run.checkpointed and layer.last_plan is not None:
             assert layer.last_plan.lent == result["plans"][call][0]
         result |= {f"y{call}": y.detach(), f"x{call}": x.grad, f"weights{call}": weights.grad}
+    for groups in later:  # calls have used the slots for copies since
+        stage_backward_weight(layer.parameters(), groups)
     moe_comm.sync_gradients(layer, dist.group.WORLD)
     shards = layer.experts.expert_gradients.shards
     for name, param in layer.experts.named_parameters():
@@ -190,6 +204,12 @@ CASES = [
     (2, Run("all_to_all", checkpointed=True, resident=True)),
     (4, Run("all_to_all", etp=2, overlap=Overlap(3, 1, executor="pipelined"), resident=True)),
     (4, Run("hierarchical", recompute=True, resident=True)),
+    (2, Run(halves=True)),
+    (2, Run("all_to_all", overlap=Overlap(3, 1, executor="pipelined"), tokens="none on rank 1", halves=True)),
+    (2, Run("all_to_all", checkpointed=True, resident=True, halves=True)),
+    (4, Run("shared_memory", overlap=PIPELINED, recompute=True, dtype=torch.bfloat16, halves=True)),
+    (4, Run("all_to_all", etp=2, recompute=True, halves=True)),
+    (4, Run("hierarchical", halves=True)),
 ]
 
 
@@ -341,23 +361,6 @@ def test_ddp_trains_lent_experts(group: dist.ProcessGroup, rank: int) -> None:
     assert lent.keys() == fixed.keys() and len(lent) == 7
     for name, grad in fixed.items():
         assert (lent[name] - grad).abs().max() <= 1e-6 * grad.abs().max(), name
-
-
-@on_ranks(2)
-def test_interleaved_calls_use_their_own_copies(group: dist.ProcessGroup, rank: int) -> None:
-    layers = [build(balance, Run("all_to_all", overlap=PIPELINED)) for balance in (replace(ALWAYS, copies=1), None)]
-    outputs = []
-    for layer in layers:
-        given = [routed(layer, Run(), rank, call) for call in range(2)]
-        calls = [layer.begin(x, routing) for x, routing in given]
-        for call in calls:
-            call.compute()
-        results = [call.result() for call in calls]
-        torch.stack([one.square().sum() for one in results]).sum().backward()
-        outputs.append([*(one.detach() for one in results), *(x.grad for x, _ in given)])
-    assert all(map(torch.equal, *outputs))
-    for layer in layers:
-        layer.dispatcher.close()
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import moe_comm
 from moe_comm.errors import MoeCommError, PeerDied, RankMismatch
@@ -29,7 +30,8 @@ class Death:
 
     what: the transfer; "" for the exchange of counts. received: when rank 1 has rows of others, which do not know that
     it has read them. False: before it sends. error: part of the errors of the other ranks. sharded: FSDP2 shards the
-    experts, whose weights are sent between the dispatch and the combine.
+    experts, whose weights are sent between the dispatch and the combine. halves: backward computes the gradients of
+    weights after those of inputs, as zero-bubble schedules do.
     """
 
     backend: str
@@ -37,6 +39,7 @@ class Death:
     received: bool = False
     error: str = ""
     sharded: bool = False
+    halves: bool = False
 
 
 DEATHS = [
@@ -50,6 +53,8 @@ DEATHS = [
     Death("shared_memory", "lending experts", error="lending experts", sharded=True),
     Death("all_to_all", "lending experts", error="lending experts", sharded=True),
     Death("shared_memory", "returning the gradients", error="returning the gradients", sharded=True),
+    Death("all_to_all", "returning the gradients", error="returning the gradients", halves=True),
+    Death("shared_memory", "returning the gradients", received=True, error="returning the gradients", halves=True),
 ]
 
 
@@ -96,7 +101,16 @@ def lose_rank_1(rank: int, world: int, death: Death) -> tuple[tuple[str, str], t
         moe_comm.prepare_fsdp(layer)
     sends = death.received is death.what.startswith("returning")  # rank 1 lends experts
     x, routing = routed(layer, Run(), rank, 2 if sends else 0)
-    layer(x, routing).sum().backward()
+
+    def train() -> None:
+        loss = layer(x, routing).sum()
+        if death.halves:
+            _, groups = stage_backward_input([loss], None, [x], layer.parameters())
+            stage_backward_weight(layer.parameters(), groups)
+        else:
+            loss.backward()
+
+    train()
     assert isinstance(layer.copies, lending.LentExperts)
     if not death.what.startswith("publishing"):
         layer.copies.forget()
@@ -105,9 +119,9 @@ def lose_rank_1(rank: int, world: int, death: Death) -> tuple[tuple[str, str], t
     assert plan is not None and any((homes[one.expert] if sends else one.rank) == 1 for one in plan.lent)
     if rank == 1:
         with killed_in(death):
-            layer(x, routing).sum().backward()
+            train()
     # The others may have completed the call.
-    return error_of(lambda: [layer(x, routing).sum().backward() for _ in range(2)]), error_of(lambda: layer(x, routing))
+    return error_of(lambda: [train() for _ in range(2)]), error_of(lambda: layer(x, routing))
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=str)

@@ -261,7 +261,7 @@ class EPExperts(ExpertParallel):
                 lent, dtype = call.lent, call.rows.dtype
                 weights: Any = self
                 if lent is not None:
-                    weights = SimpleNamespace(**values) if (values := lent.entered()) else self
+                    weights = SimpleNamespace(**lent.entered())
                 elif self.copies is not None:
                     weights = SimpleNamespace(**self.copies.stacked())
                 mlp = expert_mlp(self.layout, weights, dtype, self.gemm_dtype)

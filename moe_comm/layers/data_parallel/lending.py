@@ -19,6 +19,10 @@ there as well, so their gradients are complete before FSDP2 reduces them. There 
 The gradient of a lent expert is that of its home, then those of the other ranks in order, added in fp32 and rounded
 once. So the experts write all gradients of a call that lends in fp32, and not as results of autograd. The home reads
 those of other ranks where they are in shared memory. After backward the gradients of the parameters are complete.
+
+A split backward pass computes and returns gradients in its weight half, when no rows are in flight. All ranks of a
+stage run the same passes, and in each of them torch takes the module's parameters in order, so the ranks return the
+gradients of layers in the same order.
 """
 
 from __future__ import annotations
@@ -307,6 +311,9 @@ class LentExperts(ExpertCopies):
         plan, ep = call.plan, self._shards.place["ep"]
         self.materialize(plan)
         if not plan.lent:
+            # Not the parameters: their gradients would go to ``main_grad``, and those of calls that lend to ``grad``.
+            call.values = {name: param.view_as(param) for name, param in self._params().items()}
+            call.lends = False
             return
         homes, stacked = self.placement.homes_per_rank[ep], not (self._in_place or self._sharded)
         if self._sharded:

@@ -80,13 +80,15 @@ class LentCall:
     Attributes:
         plan: the plan, a ``CallPlan`` or one on the device.
         slots: slots with rows on this rank, or empty ones before them: its experts, then those that are lent to it.
-        values: the parameters, or their stacks; {} if no expert is lent.
+        values: the parameters, or their stacks. They enter the autograd graph before the dispatch, also if ``lends`` is
+            False: interleaved calls get their gradients in the order of the calls, whichever of them lend.
         others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
         gradients: of all these experts; None without a backward pass.
         slots_TK: ids of slots for the dispatch; None: they follow from the plan on the CPU.
+        lends: whether experts are lent, or the CPU does not know.
         adapters: of the experts in the slots; {} if no expert is lent.
         receive_adapters: receives those of lent experts. Collective; called once, before the experts run.
-        enter: sets ``values``, ``others`` and ``gradients`` when the experts run; None: they are set.
+        enter: sets ``values``, ``others``, ``gradients`` and ``lends`` when the experts run; None: they are set.
     """
 
     plan: Any
@@ -95,6 +97,7 @@ class LentCall:
     others: Sequence[Values] = ()
     gradients: LentGradients | None = None
     slots_TK: Tensor | None = None
+    lends: bool = True
     adapters: Adapters = field(default_factory=dict)
     receive_adapters: Callable[[], None] = lambda: None
     enter: Callable[[LentCall], None] | None = None
@@ -113,9 +116,8 @@ class LentCall:
             weights, gradients: as ``mlp`` needs them. Gradients are views.
             b2_columns: columns of the last bias that the parameter has; None: all.
         """
-        if not self.values:
-            # Not the parameters: their gradients would go to ``main_grad``, and those of calls that lend to ``grad``.
-            return mlp.with_tensors([None if one is None else one.view_as(one) for one in mlp.tensors])
+        if not self.lends:
+            return mlp
         others = tuple(tuple(weights(one)) for one in self.others)
         wide = None if self.gradients is None else partial(self.gradients.outputs, gradients)
         return replace(mlp, others=others, wide=wide, b2_columns=b2_columns)

@@ -424,7 +424,7 @@ class ExpertParallel(ParallelModule):
         if self.in_flight_hook is not None:
             self._call_in_backward(out_RD)
         copies, lent = getattr(experts, "copies", None), call.lent
-        if copies is not None and lent is not None and lent.values and out_RD.requires_grad:
+        if copies is not None and lent is not None and lent.lends and out_RD.requires_grad:
             out_RD.register_hook(lambda _: copies.materialize(lent.plan))  # after the hook, which runs other layers
 
     def _call_in_backward(self, rows: Tensor) -> None:

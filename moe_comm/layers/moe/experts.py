@@ -245,7 +245,7 @@ class Experts(nn.Module):
         """
         values: Mapping[str, Tensor | None] = {"w13": self.w13, "w2": self.w2, "b13": self.b13, "b2": self.b2}
         if lent is not None:
-            values = lent.entered() or values
+            values = lent.entered()
         elif self.copies is not None:
             values = self.copies.stacked()
         # Every layer runs this before its first kernel, so it enters no function that has nothing to do.

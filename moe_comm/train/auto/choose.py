@@ -236,7 +236,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
     if backend != "auto":  # backends that access peers' memory are modelled as all_to_all
         dispatchers = (backend,) if backend in dispatchers else ("all_to_all",)
     more: dict[str, Any] = {"schedule": (given["schedule"],)} if "schedule" in given else {}
-    split = config.placement.balance is None and (SPLITS_BACKWARD or config.model.recompute == "full")
+    split = SPLITS_BACKWARD or config.model.recompute == "full"
     if not more and not split:
         more["schedule"] = tuple(name for name in SearchSpace.schedule if not find_schedule(name).splits_backward)
     more |= {"virtual": (given["virtual"],)} if "virtual" in given else {}

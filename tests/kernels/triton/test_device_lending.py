@@ -47,6 +47,7 @@ ON_HOST = replace(LENDS, overlap=DEVICE)
 CASES = [
     (2, LENDS),
     (2, replace(LENDS, recompute=True, tokens="none on rank 1")),
+    (2, replace(LENDS, halves=True)),
     (4, replace(LENDS, dtype=torch.float16, recompute=True, tokens="dropped", capacity=200)),
     (4, replace(LENDS, tokens="all to one expert", checkpointed=True, capacity=128)),
     (2, replace(ON_HOST, checkpointed=True)),

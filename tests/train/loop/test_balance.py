@@ -75,6 +75,40 @@ CASES = {
         4,
         "parallel.pp=2 parallel.schedule=interleaved_1f1b model.layers=4 data.micro_batches=4 parallel.sharding=zero1",
     ),
+    "zero bubble, fsdp, sent weights": (
+        4,
+        "parallel.pp=2 parallel.schedule=zero_bubble model.layers=4 data.micro_batches=4 parallel.sharding=fsdp "
+        "parallel.backend=all_to_all",
+    ),
+    "zero bubble, zero1, recomputation": (
+        4,
+        "parallel.pp=2 parallel.schedule=zero_bubble model.layers=4 data.micro_batches=4 parallel.sharding=zero1 "
+        "model.recompute=selective",
+    ),
+    "zbv, zero1, overlap": (
+        4,
+        "parallel.pp=2 parallel.schedule=zbv model.layers=4 data.micro_batches=4 parallel.sharding=zero1 "
+        "parallel.overlap_chunks=2",
+    ),
+    "zbv, fsdp, full recomputation": (
+        4,
+        "parallel.pp=2 parallel.schedule=zbv model.layers=4 data.micro_batches=4 parallel.sharding=fsdp "
+        "model.recompute=full",
+    ),
+    "zbv, ep 4, sent weights": (
+        8,
+        "parallel.pp=2 parallel.ep=4 parallel.schedule=zbv model.layers=4 data.micro_batches=2 parallel.sharding=zero1 "
+        "parallel.backend=all_to_all",
+    ),
+    "dualpipev": (
+        4,
+        "parallel.pp=2 parallel.schedule=dualpipev model.layers=4 data.micro_batches=4 parallel.sharding=zero1",
+    ),
+    "dualpipev, interleaved": (
+        4,
+        "parallel.pp=2 parallel.schedule=dualpipev model.layers=4 data.micro_batches=8 data.batch=16 "
+        "parallel.sharding=replicate parallel.interleave=true parallel.overlap_chunks=2 parallel.backend=all_to_all",
+    ),
     "etp, fsdp, sent weights": (4, "parallel.etp=2 parallel.sharding=fsdp parallel.backend=all_to_all"),
     "etp, zero1, recomputation": (4, "parallel.etp=2 parallel.sharding=zero1 model.recompute=full"),
     "edp": (4, "parallel.sharding=zero1 parallel.overlap_gradients=on"),
@@ -83,9 +117,9 @@ CASES = {
 
 @pytest.mark.parametrize(("world", "settings"), CASES.values(), ids=CASES)
 def test_a_run_that_lends_experts_trains_the_same_model(
-    world: int, settings: str, shared_settings: list[str], pool2: RankPool, pool4: RankPool
+    world: int, settings: str, shared_settings: list[str], pools: dict[int, RankPool]
 ) -> None:
-    pool, given = {2: pool2, 4: pool4}[world], [*shared_settings, "parallel.ep=2", *SGD, *settings.split()]
+    pool, given = pools[world], [*shared_settings, "parallel.ep=2", *SGD, *settings.split()]
     expected = [one for one, _ in pool.run(train_lending, given, timeout=120)]
     results = pool.run(train_lending, [*given, LEND], timeout=120)
     for (trained, lent), wanted in zip(results, expected, strict=True):
@@ -200,7 +234,5 @@ def test_settings_that_balance_does_not_support_are_refused() -> None:
     for removed in ("placement.kind=replicate", "placement.slots=1", "placement.rematerialize=true"):
         with pytest.raises(ConfigError, match=r"placement\.(kind|slots|rematerialize).*placement\.balance"):
             load(None, [removed])
-    with pytest.raises(ConfigError, match="splits backward"):
-        load(None, [LEND, "parallel.pp=2", "parallel.schedule=zero_bubble", "data.micro_batches=4"])
     with pytest.raises(ConfigError, match="rows"):
         load(None, ["placement.balance={rows = 0.5}"])
