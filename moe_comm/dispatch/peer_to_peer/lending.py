@@ -225,10 +225,8 @@ class LendingPrimitives(RepeatedPrimitives):
             [T, K] ids of slots for the dispatch, and the words of the plan.
 
         Raises:
-            RankMismatch: ranks have other settings. RoutingError: invalid ids. HeapError: more slots than in the first
-                call, with ``capacity_rows="memory"``. On a GPU as errors of ``check``.
+            RankMismatch: ranks have other settings. RoutingError: invalid ids. On a GPU as errors of ``check``.
         """
-        self.check_room(ids_TK.numel(), homes, label)
         operation = self._new_operation(LEND, x_TD.shape[1], x_TD.dtype, ids_TK.shape[1], label=label)
         operation.num_experts, operation.placement = homes.experts, homes.digest
         ids_TK = ids_TK.to(torch.int64).contiguous()
@@ -243,7 +241,7 @@ class LendingPrimitives(RepeatedPrimitives):
         """Check that there is room for the rows of a call that lends. The first call is collective.
 
         slots: (token, slot) pairs of this rank. The first call computes ``capacity_rows`` from them, if that is
-        "memory".
+        "memory". -1: this rank reports an error in place of the plan, and the next call is the first one.
 
         Raises:
             HeapError: more slots than in the first call.
@@ -253,9 +251,10 @@ class LendingPrimitives(RepeatedPrimitives):
         if self._most_slots is None:
             assert self.channel is not None
             what = "the room for rows of a layer that lends experts"
-            self._most_slots = max(most for most, _ in self.channel.gather_values((slots, 0), what))
-            self.capacity_rows = max(homes.balance.most_rows(self._most_slots), 1)
-        if slots <= self._most_slots:
+            of_ranks = [number for number, _ in self.channel.gather_values((slots, 0), what)]
+            self.capacity_rows = max(homes.balance.most_rows(max(*of_ranks, 0)), 1)
+            self._most_slots = max(of_ranks) if min(of_ranks) >= 0 else None
+        if self._most_slots is None or slots <= self._most_slots:
             return
         fault = HeapError(
             f'rank {self.rank} has {slots} (token, slot) pairs; capacity_rows="memory" has room for those of the '

@@ -92,13 +92,23 @@ class DeviceLentExperts(LentExperts):
         if not self.plans_on_device:
             super().prefetch()
 
+    def prepare(self, slots: int = -1) -> tuple[ExpertStacks, LentHomes]:
+        """Do what precedes the plan of a call. The first call of a layer is collective.
+
+        slots: see ``LendingPrimitives.check_room``.
+        """
+        stacks = self._share_stacks()
+        homes = self._homes_of(stacks)
+        self._dispatcher.check_room(slots, homes, self._label)
+        return stacks, homes
+
     def begin_on_device(self, x_TD: Tensor, ids_TK: Tensor, counted: bool) -> LentCall:
         """Plan a call, and copy the weights that this rank is lent. Collective, and the CPU does not wait.
 
-        Args, errors: see ``LendingPrimitives.lend``.
+        Args, errors: see ``LendingPrimitives.lend`` and ``check_room``.
         """
-        dispatcher, stacks = self._dispatcher, self._share_stacks()
-        slots_TK, words = dispatcher.lend(x_TD, ids_TK, self._homes_of(stacks), self._label, counted)
+        dispatcher, (stacks, homes) = self._dispatcher, self.prepare(ids_TK.numel())
+        slots_TK, words = dispatcher.lend(x_TD, ids_TK, homes, self._label, counted)
         plan = self.plan_of(words)
         self.materialize(plan)
         trained = self._trained() if torch.is_grad_enabled() else {}
@@ -113,10 +123,9 @@ class DeviceLentExperts(LentExperts):
         Args:
             slots: (token, slot) pairs of the call. counted: see ``LendingPrimitives.lend``.
         """
-        dispatcher, stacks = self._dispatcher, self._share_stacks()
+        dispatcher, (stacks, homes) = self._dispatcher, self.prepare(slots)
         experts: Any = self._experts
-        homes, trained = self._homes_of(stacks), self._trained() if torch.is_grad_enabled() else {}
-        dispatcher.check_room(slots, homes, self._label)
+        trained = self._trained() if torch.is_grad_enabled() else {}
         params = [getattr(experts, name) for name in PARAMETERS]
         sums = [
             (param.shape, param.grad_dtype or param.dtype) if name in trained else None

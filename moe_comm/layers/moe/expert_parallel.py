@@ -27,10 +27,11 @@ from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, serial_call, uncounted_call
 from moe_comm.dispatch.types import DeviceCounts, OnDevice
 from moe_comm.errors import MoeCommError
+from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.gradients import adapter_fault
-from moe_comm.layers.moe.experts import ExpertSlice
+from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
 from moe_comm.topology.balance import intervals, rows_of_ranks, share_rows
@@ -235,7 +236,8 @@ class ExpertParallel(ParallelModule):
         experts.copies = None
         if (balance := dispatcher.options.balance) is not None:
             capacity = None if dispatcher.name != "peer_to_peer" else dispatcher.options.peer_to_peer.capacity_rows
-            if capacity is not None and self.overlap is None:  # executors that overlap need row counts on the CPU
+            own = type(experts).forward is Experts.forward  # others, and overlap, need row counts on the CPU
+            if capacity is not None and own and self.overlap is None:
                 from moe_comm.dispatch.peer_to_peer.lending import LendingPrimitives
                 from moe_comm.layers.data_parallel.device_lending import DeviceLentExperts
 
@@ -287,17 +289,31 @@ class ExpertParallel(ParallelModule):
         tally = None if copies is None else copies.take_tally()
         return counts if tally is None else tally + counts.to(tally.device)
 
+    def _plans_on_device(self, experts: Any) -> bool:
+        """Return whether the next call plans on the device. Does not depend on its tokens, which one rank may lack."""
+        copies: ExpertCopies | None = getattr(experts, "copies", None)
+        if copies is None or not copies.plans_on_device or self.overlap is not None:
+            return False
+        like = experts.w13.new_empty(0, dtype=compute_dtype(experts.w13))
+        return bool(experts.on_device(like)) and self.dispatcher.keeps_counts(like)
+
+    def _lend_nothing(self, experts: Any) -> None:
+        """Take part in what the other ranks do before their plan on the device, or their dispatch. Collective."""
+        if self._plans_on_device(experts):
+            experts.copies.prepare()
+        else:
+            self._lend(experts, None)
+
     def _refuse(self, experts: Any, fault: MoeCommError) -> NoReturn:
         """Raise ``fault`` of this rank on every rank, in place of the next dispatch."""
-        self._lend(experts, None)
+        self._lend_nothing(experts)
         self.dispatcher.refuse(fault, label=self.label)
 
     def _abort(self, experts: Any, error: Exception) -> None:
         """Report an exception before a dispatch to the other ranks; see ``Dispatcher.abort``."""
-        copies: ExpertCopies | None = getattr(experts, "copies", None)
-        if copies is not None and not copies.plans_on_device and needs_report(error, self.dispatcher.comm):
+        if needs_report(error, self.dispatcher.comm):
             with suppress(MoeCommError):  # the other ranks plan before they dispatch
-                self._lend(experts, None)
+                self._lend_nothing(experts)
         self.dispatcher.abort(error, label=self.label)
 
     def _use_placement(self, placement: Placement) -> None:
@@ -359,7 +375,10 @@ class ExpertParallel(ParallelModule):
         if gradients is not None:
             dispatcher.trained = gradients.trained(experts, weights_TK.requires_grad)
         lent: LentCall | None = None
-        uncounted = bool(on_device) and self.overlap is None and dispatcher.keeps_counts(x_TD)
+        if getattr(experts, "copies", None) is None:
+            uncounted = bool(on_device) and self.overlap is None and dispatcher.keeps_counts(x_TD)
+        else:
+            uncounted = self._plans_on_device(experts)
         if self.slots is not None:
             with dispatcher.abort_on_error(self.label):
                 lent = self._lend(experts, ids_TK, x_TD if uncounted else None)

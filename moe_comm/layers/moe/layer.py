@@ -524,7 +524,7 @@ class MoELayer(ExpertParallel):
         run = self._given_call(tokens) if tokens.x_TD.device.type in TRITON_DEVICES else None
         if run is not None:
             if not at_once and self.shared is not None:
-                with self.dispatcher.abort_on_error(self.label):
+                with AbortOnError(partial(self._abort, self.experts)):
                     shared_TD = self.shared(tokens.x_TD)
             y_TD, handle, self.saved_bytes = run()
             self._stats = partial(_stats_of_whole, handle, None if self.capacity is None else self.num_dropped)

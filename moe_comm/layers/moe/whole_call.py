@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.device_call import DeviceHandle, device_counts
 from moe_comm.dispatch.device_layer import device_layer
@@ -113,7 +114,7 @@ def given_call(
     if not ids_TK.numel() or dispatch_fault(x_TD, ids_TK, None) is not None:
         return None
     # The casts allocate memory. The other ranks would wait for a rank that raises.
-    with parallel.dispatcher.abort_on_error(parallel.label):
+    with AbortOnError(partial(parallel._abort, experts)):
         of_experts = None
         if getattr(experts, "copies", None) is not None:
             tensors, activation = (experts.w13, experts.w2, experts.b13, experts.b2), experts.activation
