@@ -38,7 +38,7 @@ class PeerToPeerOptions:
             sends a rank more rows raises ``HeapError`` on every rank. T tokens on each of W ranks send T * K rows to a
             rank on average, and at most W * T * min(K, experts of the rank), or f * T * K with ``Balance(memory=f)``.
             "memory": this last bound, where T is the largest number of tokens of a rank in the first call of a layer
-            that lends experts; a later call with more raises ``HeapError`` on every rank.
+            that lends experts; a later call with more is a fault on every rank, as one that sends more rows.
         own_stream: run operations on a separate stream, which the caller's stream waits for.
         emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
         bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it

@@ -412,8 +412,10 @@ def test_combinations_that_are_not_supported_are_refused(group: dist.ProcessGrou
         with pytest.raises(ConfigError, match=r"[bB]alance"):
             MoELayer.build(config, group, seed=3, options=options)
     layer = build(ALWAYS, Run("all_to_all"))
-    with pytest.raises(ConfigError, match="chooses the copies"):
-        layer.relocate(replace(layer.placement, owners=((0, 1), *layer.placement.owners[1:])))
+    before = [param.clone() for param in layer.experts.parameters()]
+    with pytest.raises(ConfigError, match="chooses the copies"):  # before two experts move
+        layer.relocate(replace(layer.placement, owners=((1, 0), *layer.placement.owners[1:-1], (0,))))
+    assert all(map(torch.equal, layer.experts.parameters(), before))
     layer.dispatcher.close()
 
 

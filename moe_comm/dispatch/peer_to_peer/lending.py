@@ -118,7 +118,7 @@ class LentHomes:
 
 
 class NativeLending(NamedTuple):
-    """What the native calls of a layer lend.
+    """The experts that the native calls of a layer lend.
 
     homes, stacks: of the experts. counted: see ``lend``. sums: shape and dtype of the gradients of w13, w2, b13 and b2;
     None for those that are not trained.
@@ -132,7 +132,7 @@ class NativeLending(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class NativeCall:
-    """What one native call lends.
+    """The experts that one native call lends.
 
     Attributes:
         lends: what all calls of the layer lend.

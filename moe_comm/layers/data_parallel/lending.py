@@ -20,7 +20,7 @@ The gradient of a lent expert is that of its home, then those of the other ranks
 once. So the experts write all gradients of a call that lends in fp32, and not as results of autograd. The home reads
 those of other ranks where they are in shared memory. After backward the gradients of the parameters are complete.
 
-A split backward pass computes and returns gradients in its weight half, when no rows are in flight. All ranks of a
+A split backward pass computes and returns gradients in the pass for weights, when no rows are in flight. All ranks of a
 stage run the same passes, and in each of them torch takes the module's parameters in order, so the ranks return the
 gradients of layers in the same order.
 """

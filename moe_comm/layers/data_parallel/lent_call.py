@@ -82,7 +82,8 @@ class LentCall:
         slots: slots with rows on this rank, or empty ones before them: its experts, then those that are lent to it.
         values: the parameters, or their stacks. They enter the autograd graph before the dispatch, also if ``lends`` is
             False: interleaved calls get their gradients in the order of the calls, whichever of them lend.
-        others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
+        others: for each lent expert whose weights are not in ``values``, [1, ...] by name of the parameter: they are
+            read in place, or in slots beside parameters that FSDP shards.
         gradients: of all these experts; None without a backward pass.
         slots_TK: ids of slots for the dispatch; None: they follow from the plan on the CPU.
         lends: whether experts are lent, or the CPU does not know.

@@ -72,5 +72,5 @@ def test_every_rank_raises_and_the_next_call_works(rank: int, run: Run, fails: F
 @on_ranks(2)
 def test_every_rank_raises_where_the_others_are_in_the_first_native_call(rank: int, fails: Fails) -> None:
     with interpreted():
-        layer = native_layer(LENDS, (21 + FAULTS.index(fails)) << 20)  # memory of its own: unusable after the error
+        layer = native_layer(LENDS, (21 + FAULTS.index(fails)) << 20)  # memory of its own: the error ends its use
         fails(layer, *routed(layer, LENDS, rank, 0), rank)

@@ -30,7 +30,7 @@ CASES = [
     (2, Run("all_to_all", overlap=Overlap("auto"), dtype=torch.float16)),
     (4, Run("all_to_all", dtype=BF16, tokens="all to one expert")),
     (4, Run("peer_to_peer", etp=2, overlap=Overlap("auto"), dtype=BF16, checkpointed=True)),
-    (2, Run("peer_to_peer", overlap=DEVICE)),
+    (2, Run("peer_to_peer", overlap=DEVICE, halves=True)),
     (2, Run("peer_to_peer", overlap=DEVICE, dtype=BF16, recompute=True, tokens="none on rank 1")),
     (4, Run("peer_to_peer", overlap=DEVICE, dtype=torch.float16, tokens="all to one expert")),
     (4, Run("peer_to_peer", etp=2, overlap=DEVICE, dtype=BF16, tokens="dropped", checkpointed=True)),

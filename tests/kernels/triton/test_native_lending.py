@@ -160,6 +160,8 @@ def test_recomputation(rank: int) -> None:
     with pair(rank, recompute=True) as both:
         for call in range(3):
             assert both.train(call, checkpointed=True)
+        # Backward is that of the first call, and the recomputed call has used the slots since.
+        assert launched == [*FORWARD, *FORWARD, *BACKWARD[:2], "pull", *BACKWARD[2:]]
 
 
 @on_ranks(2)
@@ -182,7 +184,7 @@ def test_a_fault_of_a_native_call_is_raised_on_every_rank(rank: int) -> None:
     with emulated(PythonDriver()):
         for fault, text in ((8, "outside"), (-2, "NaN")):
             run = Run(dtype=BF16, capacity=96)
-            layer = build(run, (9 + fault) << 20)  # memory of its own, which cannot be used after an error
+            layer = build(run, (9 + fault) << 20)  # memory of its own: the error ends its use
             x, routing = routed(layer, run, rank, 0)
             bad = routing._replace(ids_TK=routing.ids_TK.masked_fill(torch.tensor(rank == 1), fault))
             with pytest.raises(PeerError, match=text):
